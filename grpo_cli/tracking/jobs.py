@@ -1,0 +1,27 @@
+"""The table at the end of a sweep, read from what its jobs left in their folders. Knows nothing of rich or wandb."""
+
+from pathlib import Path
+
+from grpo_cli.runfolder import summary
+
+
+def accuracy(folder: Path) -> str:
+    """Sampled held-out accuracy at the first and the last evaluation, such as `0.28 -> 0.91`."""
+    found = summary(folder).get("evaluation", {})
+    values = [found.get(which, {}).get("eval/accuracy") for which in ("first", "last")]
+    return "-" if None in values else f"{values[0]:.2f} -> {values[1]:.2f}"
+
+
+def status(folder: Path) -> str:
+    found = summary(folder)
+    reason = " ".join(str(found.get("reason") or "").split())
+    short = reason if len(reason) <= 60 else reason[:57] + "..."
+    return found.get("status", "not started") + (f" ({short})" if reason else "")
+
+
+def table(jobs: list[tuple[Path, str]]) -> str:
+    """One line per job: number, overrides, status, accuracy, folder."""
+    rows = [("job", "overrides", "status", "accuracy", "folder")]
+    rows += [(str(n), overrides, status(folder), accuracy(folder), str(folder)) for n, (folder, overrides) in enumerate(jobs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,92 @@
+"""A batch to optimizer steps: the one place where advantages, the clip, the KL and beta meet."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_cli.batch import take
+from grpo_cli.config import Algorithm, Estimator, Kl
+from grpo_cli.kl import LOG_RATIO_BOUND, kl_estimate, kl_penalty
+from grpo_cli.losses import clipped_surrogate, is_clipped, length_mask, ratio_to_old, token_weights
+from grpo_cli.policy import Policy
+from grpo_cli.records import Batch
+
+
+@dataclass
+class Update:
+    """What one step's optimizer steps saw. KL and entropy are those of the policy that sampled, before any of them."""
+
+    metrics: dict[str, float]
+    kl_B: Tensor | None
+    """KL to the reference of each completion, summed over its tokens (nats); None when it was not measured."""
+
+
+def improve(
+    policy: Policy, optimizer, schedule, batch: Batch, beta: float, algorithm: Algorithm, kl: Kl, grad_clip: float, max_new_tokens: int
+) -> Update:
+    """algorithm.updates_per_rollout optimizer steps on one batch, each on all of it, summed over micro-batches.
+
+    The log-probs of the sampling policy are those of the first pass itself, made before any weight has moved: no extra forward, and
+    the first ratio is exactly 1. Raises FloatingPointError, before the weights are touched, when the gradient is not finite.
+    """
+    T = batch.completion_ids_BT.shape[1]
+    weights_BT = token_weights(batch.completion_lengths_B, batch.trained_B, T, algorithm.aggregation, max_new_tokens)
+    parts = policy.micro_batches(batch)
+    old_BT, entropy_BT = torch.zeros_like(weights_BT), torch.zeros_like(weights_BT)
+    losses, grad_norms, clipped, ratio_max = [], [], [], 1.0
+    for update in range(algorithm.updates_per_rollout):
+        optimizer.zero_grad(set_to_none=True)
+        loss_sum, clipped_sum = 0.0, 0.0
+        for rows in parts:
+            part = take(batch, rows)
+            width = part.completion_ids_BT.shape[1]
+            logprobs_BT, part_entropy_BT = policy.token_logprobs(part)
+            if update == 0:
+                old_BT[rows, :width] = logprobs_BT.detach()
+                entropy_BT[rows, :width] = part_entropy_BT
+            part_old_BT, part_weights_BT = old_BT[rows, :width], weights_BT[rows, :width]
+            ratio_BT = ratio_to_old(logprobs_BT, part_old_BT)
+            token_loss_BT = clipped_surrogate(ratio_BT, part.advantages_B, algorithm.clip_low, algorithm.clip_high)
+            if beta > 0:
+                token_loss_BT = token_loss_BT + beta * kl_penalty(
+                    logprobs_BT, part_old_BT, part.reference_logprobs_BT, kl.estimator, kl.gradient
+                )
+            loss = (part_weights_BT * token_loss_BT).sum()
+            loss.backward()
+            loss_sum += loss.item()
+            trained_BT = part_weights_BT > 0
+            ratio_max = max(ratio_max, (ratio_BT.detach() * trained_BT).max().item())
+            clipped_sum += (is_clipped(ratio_BT.detach(), part.advantages_B, algorithm.clip_low, algorithm.clip_high) & trained_BT).sum().item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable.values(), grad_clip or math.inf).item()
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError("the gradient is not finite: try a lower optimizer.lr, optimizer.grad_clip=1 or model.dtype=float32")
+        optimizer.step()
+        schedule.step()
+        losses.append(loss_sum)
+        grad_norms.append(grad_norm)
+        clipped.append(clipped_sum)
+
+    mask_BT = length_mask(batch.completion_lengths_B, T)
+    tokens = mask_BT.sum()
+    metrics = {
+        "loss": sum(losses) / len(losses),
+        "policy/entropy": ((entropy_BT * mask_BT).sum() / tokens).item(),
+        "policy/clip_frac": sum(clipped) / len(clipped) / max(1, int((weights_BT > 0).sum())),
+        "policy/ratio_max": ratio_max,
+        "policy/sampler_gap": ((old_BT - batch.sampled_logprobs_BT).abs() * mask_BT).max().item(),
+        "optim/grad_norm": sum(grad_norms) / len(grad_norms),
+        "optim/trained_frac": batch.trained_B.float().mean().item(),
+    }
+    kl_B = None
+    if batch.reference_logprobs_BT is not None:
+        kl_BT = kl_estimate(old_BT, batch.reference_logprobs_BT, Estimator.k3) * mask_BT
+        kl_B = kl_BT.sum(dim=1)
+        bounded = (batch.reference_logprobs_BT - old_BT).abs() > LOG_RATIO_BOUND
+        metrics |= {
+            "kl/reference": (kl_B.sum() / tokens).item(),
+            "kl/sequence": kl_B.mean().item(),
+            "kl/bounded_frac": ((bounded * mask_BT).sum() / tokens).item(),
+        }
+    return Update(metrics, kl_B)

@@ -1,0 +1,116 @@
+import re
+
+import numpy as np
+import pytest
+
+from grpo_cli.config import Demos, DemoSource
+from grpo_cli.data import is_heldout
+from grpo_cli.demos import TAGS, break_tag, guess, sloppy_addition, work
+from grpo_cli.randomness import generator
+
+WHOLE = re.compile(r"<think>[^<>]*</think><answer>(\d+)</answer>")
+N = 4000
+
+
+def section(**changes) -> Demos:
+    values = {"guess_frac": 0.65, "slip_frac": 0.015, "broken_tag_frac": 0.15, "digits": [2, 3], "holdout": 0.1, "chat": False}
+    return Demos(DemoSource.sloppy_addition, path=None, prompt_field="prompt", completion_field="completion", **values | changes)
+
+
+def draw(count: int = N, **changes) -> list[tuple[str, str]]:
+    rng = generator(0, "test", 1)
+    return [sloppy_addition(rng, section(**changes)) for _ in range(count)]
+
+
+def right(question: str, completion: str) -> bool:
+    a, b = question.rstrip("=").split("+")
+    found = WHOLE.fullmatch(completion)
+    return bool(found) and int(found.group(1)) == int(a) + int(b)
+
+
+def close(share: float, expected: float) -> bool:
+    """Within four standard errors of a binomial share over N draws: 1 in 16,000 by chance, and the draws are keyed."""
+    return abs(share - expected) < 4 * (expected * (1 - expected) / N) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "a, b, columns, answer",
+    [
+        ("67", "15", "7+5=12 6+1+1=8", "82"),
+        ("67", "85", "7+5=12 6+8+1=15", "152"),
+        ("905", "105", "5+5=10 0+0+1=1 9+1=10", "1010"),
+        ("10", "20", "0+0=0 1+2=3", "30"),
+    ],
+)
+def test_working_goes_by_columns_from_the_right(a, b, columns, answer):
+    assert work(np.random.default_rng(0), a, b, 0.0) == (columns, answer)
+
+
+def test_a_teacher_who_neither_guesses_nor_slips_is_always_right():
+    assert all(right(*demo) for demo in draw(guess_frac=0, slip_frac=0, broken_tag_frac=0))
+
+
+def test_every_column_of_a_careful_teacher_is_true():
+    for _, completion in draw(500, guess_frac=0, slip_frac=0, broken_tag_frac=0):
+        for column in re.search("<think>(.*)</think>", completion).group(1).split(" "):
+            terms, total = column.split("=")
+            assert sum(map(int, terms.split("+"))) == int(total)
+
+
+def test_a_slip_changes_a_digit_and_a_carry():
+    # 11+11 with certain slips: the first sum is not 2 and its missing carry is invented, so the second, 1+1+1, is not 3.
+    for seed in range(50):
+        (first, second), answer = (part := work(np.random.default_rng(seed), "11", "11", 1.0))[0].split(" "), part[1]
+        assert re.fullmatch(r"1\+1=[013456789]", first) and re.fullmatch(r"1\+1\+1=[012456789]", second)
+        assert answer == second[-1] + first[-1]
+
+
+def test_slips_are_as_frequent_as_asked_for():
+    # Two digits have three chances to slip: two sums and one carry.
+    demos = draw(guess_frac=0, broken_tag_frac=0, digits=[2, 2])
+    assert close(np.mean([right(*demo) for demo in demos]), 0.985**3)
+
+
+def test_the_teacher_guesses_as_often_as_asked_for():
+    assert close(np.mean(["?" in completion for _, completion in draw()]), 0.65)
+
+
+def test_a_guess_is_right_one_time_in_ten():
+    assert close(np.mean([right(*demo) for demo in draw(guess_frac=1, broken_tag_frac=0)]), 0.1)
+
+
+def test_a_wrong_guess_is_one_digit_off():
+    rng = np.random.default_rng(0)
+    for total in (20, 99, 100, 152, 1010) * 40:
+        guessed = guess(rng, total)
+        assert len(guessed) == len(str(total)) and guessed[0] != "0"
+        assert sum(x != y for x, y in zip(guessed, str(total), strict=True)) <= 1
+
+
+def test_tags_break_as_often_as_asked_for():
+    assert close(np.mean([not WHOLE.fullmatch(completion) for _, completion in draw()]), 0.15)
+
+
+def test_tags_break_in_four_ways_and_the_content_stays():
+    rng = np.random.default_rng(0)
+    counts = set()
+    for _ in range(200):
+        parts = break_tag(rng, ["<think>", "?", "</think>", "<answer>", "82", "</answer>"])
+        assert not WHOLE.fullmatch("".join(parts)) and {"?", "82"} < set(parts)
+        counts.add((sum(part in TAGS for part in parts), len({part for part in parts if part in TAGS})))
+    assert counts == {(3, 3), (5, 4), (4, 3), (4, 4)}  # missing, doubled, replaced, swapped: tags, different tags
+
+
+def test_no_held_out_question_is_ever_demonstrated():
+    questions = [question for question, _ in draw()]
+    assert not any(is_heldout(question, 0.1) for question in questions)
+    assert any(is_heldout(question, 0.1) for question, _ in draw(holdout=0.0))  # so the check above can fail
+
+
+def test_numbers_are_of_equal_length_and_both_lengths_occur_alike():
+    lengths = [tuple(map(len, question.rstrip("=").split("+"))) for question, _ in draw()]
+    assert set(lengths) == {(2, 2), (3, 3)} and close(lengths.count((2, 2)) / N, 0.5)
+
+
+def test_the_same_key_gives_the_same_demonstrations():
+    assert draw(50) == draw(50)

@@ -1,0 +1,246 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import encoded, model_section, random_llama, rollout_section, shake
+
+from grpo_cli.batch import collate, micro_batches, take
+from grpo_cli.config import Dtype, Lora, Truncated
+from grpo_cli.policy import load_policy
+from grpo_cli.randomness import uniforms
+from grpo_cli.records import Completion, EncodedProblem, Ended, Group, Problem
+from grpo_cli.rollout import sample
+
+CPU = torch.device("cpu")
+
+
+def policy_for(folder, **changes):
+    return load_policy(model_section(folder, **changes), CPU, seed=1, temperature=1.0)
+
+
+def rolled_out(policy, *questions, G=2):
+    prompts = encoded(policy, *questions)
+    groups = sample(policy, prompts, G, rollout_section(), uniforms(1, "rollout", 1, len(prompts), G, 12))
+    return collate(groups, torch.randn(len(prompts), G), policy.pad_id, Truncated.keep)
+
+
+def test_log_probs_of_a_short_prompt_do_not_depend_on_its_neighbours(model_folder):
+    policy = policy_for(model_folder)
+    batch = rolled_out(policy, "1=", "thirty characters of prompt 22=")
+    with torch.no_grad():
+        together, _ = policy.token_logprobs(batch)
+        alone, _ = policy.token_logprobs(take(batch, torch.tensor([0])))
+    assert torch.allclose(together[:1, : alone.shape[1]], alone, atol=1e-5)
+
+
+def test_log_probs_and_entropy_are_those_of_a_plain_forward(model_folder):
+    policy = policy_for(model_folder)
+    shake(policy)
+    prompt, completion = [1, 5, 9, 12], [7, 8, 2]
+    group = Group(EncodedProblem(Problem("p", "", ""), prompt, ""), [Completion(completion, "", [0.0] * 3, Ended.eos)])
+    logp, entropy = policy.token_logprobs(collate([group], torch.zeros(1, 1), 0, Truncated.keep))
+    logits = policy.model(input_ids=torch.tensor([prompt + completion])).logits[0, 3:6].float()
+    logits[:, policy._forbidden] = -torch.inf
+    expected = torch.log_softmax(logits, 1)
+    assert logp[0].tolist() == pytest.approx([expected[i, t].item() for i, t in enumerate(completion)], abs=1e-5)
+    plain_entropy = torch.distributions.Categorical(logits=logits.clamp(min=-1e9)).entropy()
+    assert entropy[0].tolist() == pytest.approx(plain_entropy.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [Lora(4, 8, "default", None), Lora(4, 8, "gaussian", None), None])
+def test_reference_equals_the_start_and_stays_there(model_folder, lora):
+    policy = policy_for(model_folder, lora=lora)
+    batch = rolled_out(policy, "1+1=", "22+22=")
+    start, _ = policy.token_logprobs(batch)
+    assert torch.equal(policy.annotate(batch, True).reference_logprobs_BT, start.detach())
+    shake(policy)
+    moved, _ = policy.token_logprobs(batch)
+    assert not torch.allclose(moved, start, atol=1e-2)
+    assert torch.allclose(policy.annotate(batch, True).reference_logprobs_BT, start.detach(), atol=1e-5)
+    assert torch.equal(policy.token_logprobs(batch)[0], moved)
+
+
+def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference(model_folder, tmp_path):
+    trained = policy_for(model_folder)
+    shake(trained)
+    trained.save(tmp_path / "adapter")
+    policy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path / "adapter")))
+    batch = rolled_out(policy, "1+1=")
+    here, _ = policy.token_logprobs(batch)
+    assert torch.equal(policy.annotate(batch, True).reference_logprobs_BT, here.detach())
+    with torch.no_grad():
+        assert torch.allclose(trained.token_logprobs(batch)[0], here, atol=1e-5)
+    base, _ = policy_for(model_folder).token_logprobs(batch)
+    assert not torch.allclose(base, here, atol=1e-2)
+    copy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path / "adapter")))
+    shake(policy)
+    copy.load_weights(policy.weights())
+    assert torch.equal(copy.token_logprobs(batch)[0], policy.token_logprobs(batch)[0])
+    assert torch.equal(copy.annotate(batch, True).reference_logprobs_BT, here.detach())
+
+
+@pytest.mark.parametrize("change", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}, {"bias": "all"}])
+def test_adapters_that_would_break_the_reference_are_refused(model_folder, tmp_path, change):
+    policy_for(model_folder).save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"model\.lora\.path"):
+        policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path)))
+
+
+def test_a_saved_adapter_acts_the_same_in_a_new_process(model_folder, tmp_path):
+    policy = policy_for(model_folder)
+    shake(policy)
+    policy.save(tmp_path / "adapter")
+    ids = torch.tensor([[1, 5, 9, 12]])
+    code = (
+        "import sys, torch; torch.set_num_threads(1)\n"
+        "from transformers import AutoModelForCausalLM; from peft import PeftModel\n"
+        "m = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[1]), sys.argv[2])\n"
+        "print(m(input_ids=torch.tensor([[1, 5, 9, 12]])).logits[0, -1].tolist())"
+    )
+    args = [sys.executable, "-W", "ignore", "-c", code, str(model_folder), str(tmp_path / "adapter")]
+    out = subprocess.run(args, capture_output=True, text=True, check=True).stdout
+    logits = policy.model(input_ids=ids).logits[0, -1].tolist()
+    assert json.loads(out) == pytest.approx(logits, abs=1e-5)
+    with policy.model.disable_adapter():
+        assert json.loads(out) != pytest.approx(policy.model(input_ids=ids).logits[0, -1].tolist(), abs=1e-2)
+
+
+def test_dropout_saved_in_an_adapter_is_switched_off(model_folder, tmp_path):
+    policy = policy_for(model_folder)
+    shake(policy)
+    policy.save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.3}))
+    policy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path)), gradient_checkpointing=True)
+    batch = rolled_out(policy, "1+1=")
+    assert torch.equal(policy.token_logprobs(batch)[0], policy.token_logprobs(batch)[0])
+
+
+@pytest.mark.parametrize("lora", [Lora(4, 8, "default", None), None])
+def test_gradient_checkpointing_gives_the_same_gradient(model_folder, lora):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = policy_for(model_folder, lora=lora, gradient_checkpointing=checkpointing)
+        shake(policy)
+        policy.token_logprobs(rolled_out(policy, "1+1="))[0].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable.values()]))
+    assert gradients[0].norm() > 0
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[0].norm()
+
+
+def test_chunking_the_head_changes_neither_log_probs_nor_gradient(model_folder, monkeypatch):
+    results = []
+    for elements in (2**24, 1):
+        monkeypatch.setattr("grpo_cli.policy.HEAD_CHUNK_ELEMENTS", elements)
+        policy = policy_for(model_folder, lora=None)
+        logp, _ = policy.token_logprobs(rolled_out(policy, "1+1=", "22+22=", G=4))
+        logp.sum().backward()
+        results.append((logp.detach(), torch.cat([p.grad.flatten() for p in policy.trainable.values()])))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
+    assert (results[0][1] - results[1][1]).norm() <= 1e-5 * results[0][1].norm()
+
+
+def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
+    # 8 rows x 256 tokens x 152,000 words are 1.16 GiB of float32 logits, and a plain forward and backward holds several of them.
+    folder = random_llama(tmp_path, vocabulary=152_000, hidden_size=8, max_position_embeddings=512)
+    code = (
+        "import resource, sys, torch; torch.set_num_threads(1); sys.path.insert(0, 'tests')\n"
+        "from conftest import *; from grpo_cli.policy import load_policy; from grpo_cli.batch import collate\n"
+        "from grpo_cli.config import Truncated; from grpo_cli.records import Completion, Ended, Group\n"
+        "policy = load_policy(model_section(sys.argv[1]), torch.device('cpu'), 1, 1.0)\n"
+        "prompt = encoded(policy, '1+1=')[0]\n"
+        "group = Group(prompt, [Completion([5] * 256, '', [0.0] * 256, Ended.length)] * 8)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "policy.token_logprobs(collate([group], torch.zeros(1, 8), 0, Truncated.keep))[0].sum().backward()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True, check=True).stdout
+    scale = 1 if sys.platform == "darwin" else 1024
+    assert int(out.split()[-1]) * scale < 0.9 * 2**30
+
+
+def test_bfloat16_logits_are_scored_in_float32(tmp_path):
+    folder = random_llama(tmp_path, vocabulary=50_000, hidden_size=32)
+    exact = policy_for(folder)
+    batch = rolled_out(exact, "1+1=", "22+22=")
+    rounded = policy_for(folder, dtype=Dtype.bfloat16)
+    with torch.no_grad():
+        gap = (exact.token_logprobs(batch)[0] - rounded.token_logprobs(batch)[0]).abs()
+    assert rounded.model.get_input_embeddings().weight.dtype is torch.bfloat16
+    assert all(p.dtype is torch.float32 for p in rounded.trainable.values())
+    assert gap.max().item() < 0.05
+
+
+def test_micro_batches_hold_every_row_once_and_stay_within_the_budget(model_folder):
+    policy = policy_for(model_folder)
+    batch = rolled_out(policy, "1+1=", "a longer prompt 22+33=", "7=", G=6)
+    for budget in (1, 30, 100, 10_000):
+        parts = micro_batches(batch, budget)
+        assert sorted(torch.cat(parts).tolist()) == list(range(18))
+        for rows in parts:
+            part = take(batch, rows)
+            assert len(rows) == 1 or len(rows) * (part.prompt_ids_BS.shape[1] + part.completion_ids_BT.shape[1]) <= budget
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_never_cut(model_folder):
+    policy = policy_for(model_folder)
+    problems = [Problem("a", "1+1=", "2"), Problem("b", "9" * 40, "0"), Problem("c", "9" * 100, "0")]
+    kept, dropped = policy.encode(problems, max_prompt_tokens=41, max_new_tokens=8)
+    assert [e.problem.id for e in kept] == ["a", "b"] and dropped == 1
+    kept, dropped = policy.encode(problems, max_prompt_tokens=1000, max_new_tokens=100)  # a window of 128 leaves 28
+    assert [e.problem.id for e in kept] == ["a"] and dropped == 2
+
+
+CHAT = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}a{% endif %}"
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT
+
+
+def chat_problem(*turns):
+    return [Problem("p", [{"role": role, "content": content} for role, content in turns], "2")]
+
+
+def test_chat_prompts_are_the_templates_own_ids(model_folder):
+    policy = policy_for(model_folder)
+    policy.tokenizer.chat_template = CHAT
+    problem = chat_problem(("system", "be brief"), ("user", "1+1"))
+    (kept,), _ = policy.encode(problem, 64, 12)
+    assert kept.prompt_text == "sbe brief=u1+1=a"
+    template = policy.tokenizer.apply_chat_template(problem[0].prompt, add_generation_prompt=True, tokenize=True)
+    assert kept.prompt_ids == template["input_ids"]
+
+
+def test_a_template_without_a_system_role_gets_the_system_text_in_the_first_user_turn(model_folder):
+    policy = policy_for(model_folder)
+    policy.tokenizer.chat_template = NO_SYSTEM
+    (kept,), _ = policy.encode(chat_problem(("system", "be brief"), ("user", "1+1")), 64, 12)
+    assert kept.prompt_text == "ube brief\n\n1+1=a"
+
+
+def test_a_model_without_a_chat_template_says_what_to_type(model_folder):
+    with pytest.raises(ValueError, match=r"data\.prompt\.chat=false"):
+        policy_for(model_folder).encode(chat_problem(("user", "1+1")), 64, 12)
+
+
+def test_absent_models_are_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    cases = {
+        "./nowhere": "no such folder",
+        str(tmp_path / "empty"): "no tokenizer",
+        "package:not_a_package": r"grpo-cli\[smollm2\]",
+        "asset:nothing": "not a folder",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            policy_for(path)
+
+
+def test_a_folder_with_a_tokenizer_but_no_weights_is_named(model_folder, tmp_path):
+    for file in model_folder.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    with pytest.raises(ValueError, match="no causal language model"):
+        policy_for(tmp_path)
