@@ -28,6 +28,7 @@ def save(run_dir: Path, step: int, policy: Policy, optimizer, schedule, state: d
                 torch.save(tensors, file)
                 file.flush()
                 os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)  # what an incomplete copy or a damaged disk may have left
             draft.rename(folder)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             shutil.rmtree(draft, ignore_errors=True)

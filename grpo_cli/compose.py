@@ -1,12 +1,14 @@
 """Hydra without a job: configs composed for checking, and whatever is wrong with them told in one helpful message."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from hydra import version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -73,7 +75,7 @@ class Composer:
     def _load(self, overrides: list[str], mode: RunMode) -> DictConfig:
         try:
             return self.hydra.compose_config(self.name, list(overrides), run_mode=mode, with_log_configuration=False)
-        except (HydraException, OmegaConfBaseException, AssertionError, ValueError) as error:
+        except (HydraException, OmegaConfBaseException, AssertionError, AttributeError, ValueError, yaml.YAMLError) as error:
             raise ValueError(self._explain(error, overrides)) from error
 
     def compose(self, overrides: list[str], number: int | None = None) -> DictConfig:
@@ -131,6 +133,8 @@ class Composer:
 
     def _explain(self, error: Exception, overrides: list[str]) -> str:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        if "raised while composing config" in str(error) and isinstance(error.__context__, OmegaConfBaseException):
+            cause = error.__context__  # a mistake in a file
         first = _first_line(cause)
         if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
             siblings = list(cause.parent_node) if isinstance(cause.parent_node, DictConfig) else []
@@ -138,6 +142,8 @@ class Composer:
         if isinstance(cause, ValidationError) and cause.full_key:
             given = _given(cause.full_key, overrides) or cause.full_key
             return f"{given}: {first}: {_expected(cause.full_key, _hint(self.command.schema, cause.full_key))}"
+        if isinstance(error, yaml.YAMLError):
+            return f"a config file cannot be read: {' '.join(str(error).split())}"
         if isinstance(error, OverrideParseException):
             return (
                 f"cannot read the override {error.override}: {first}: "
@@ -145,8 +151,8 @@ class Composer:
             )
         if isinstance(error, MissingConfigException):
             return self._missing_config(error, overrides)
-        if isinstance(error, AssertionError):
-            return _null_section(self.command.schema, overrides)
+        if isinstance(error, (AssertionError, AttributeError)) and cause is error:
+            return _null_section(error, self.command.schema, overrides)
         if "Ambiguous value" in first:
             line = first.split("'")[1]
             return f"{line} is a list of values to sweep over: add -m to run each of them, or write a list as key=[a,b]"
@@ -235,7 +241,7 @@ def _dataclass_of(hint: Any) -> type | None:
 def _given(key: str, overrides: list[str]) -> str | None:
     """The override of this key or of one below it, without its +."""
     lines = [line.lstrip("+~") for line in overrides]
-    return next((line for line in lines if line.startswith((f"{key}=", f"{key}."))), None)
+    return next((line for line in reversed(lines) if line.startswith((f"{key}=", f"{key}."))), None)
 
 
 def _unknown(key: str, siblings: list[str], schema: type, overrides: list[str]) -> str:
@@ -274,11 +280,12 @@ def _expected(key: str, hint: Any) -> str:
     return f"try {key}=VALUE"
 
 
-def _null_section(schema: type, overrides: list[str]) -> str:
-    """An override reaches into a section that is null, such as model.lora: Hydra only says `Unexpected type for root`."""
+def _null_section(error: Exception, schema: type, overrides: list[str]) -> str:
+    """An override of, or in, a section that is null, such as model.lora: omegaconf fails on it without a word of sense."""
+    named = re.search(r"full_key: (\S+)", str(error))
     nullable = [key for key in _keys(schema) if type(None) in get_args(_hint(schema, key)) and _dataclass_of(_hint(schema, key))]
-    section, line = next((key, line) for key in nullable for line in overrides if line.lstrip("+~").startswith(f"{key}."))
-    group, _, rest = section.partition(".")
-    default = OmegaConf.to_container(OmegaConf.select(OmegaConf.load(CONF / group / "_base.yaml"), rest))
-    whole = ",".join(f"{name}:{'null' if value is None else value}" for name, value in default.items())
-    return f"{line}: {section} is null here: give the whole section, '{section}={{{whole}}}', or drop {section}=null"
+    section = named.group(1) if named else next((key for key in nullable if _given(key, overrides)), "a section")
+    return (
+        f"{_given(section, overrides)}: {section} is null here, and a null section cannot be filled from the command line: "
+        f"drop {section}=null, or write the whole section into a config of your own (-cd FOLDER -cn NAME)"
+    )

@@ -21,6 +21,7 @@ from grpo_cli.records import EncodedProblem, Ended, Group, Scores
 from grpo_cli.rewards import load_rules, score
 from grpo_cli.rollout import sample
 from grpo_cli.runfolder import RunFolder
+from grpo_cli.runfolder import reason as why
 from grpo_cli.runtime import Interrupts, peak_memory_gib, pick_device, use_threads, versions
 from grpo_cli.tracking import Tracker
 from grpo_cli.update import Update, improve
@@ -130,9 +131,9 @@ def _train(cfg: GrpoRun, folder: RunFolder, interrupts: Interrupts, sweep: str |
             metrics = update.metrics | {"kl/beta": beta, "optim/lr": lr} | _rollout_metrics(groups, scores, cfg)
             metrics |= {f"time/{name}_s": seconds for name, seconds in times.items()}
             metrics |= {"speed/tokens_per_s": int(batch.completion_lengths_B.sum()) / times["step"], "memory/peak_gib": peak_memory_gib(device)}
-            tracker.step(step, metrics, _group_rows(groups, scores, update, cfg))
+            tracker.step(step, metrics, _group_rows(step, groups, scores, update, cfg))
             if step % cfg.sample_every == 0 or step == 1:
-                tracker.samples(step, _sample_rows(groups, scores))
+                tracker.samples(step, _sample_rows(step, groups, scores))
             if step % cfg.eval_every == 0 or step == cfg.steps:
                 held_out()
             is_best = progress.evaluations["best"]["step"] == step
@@ -148,7 +149,7 @@ def _train(cfg: GrpoRun, folder: RunFolder, interrupts: Interrupts, sweep: str |
         tracker.finish(status, reason, _closing_lines(progress, folder, exported.name, status))
         return folder.summary
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = why(error)
         raise
     finally:
         tracker.finish(status, reason, [f"run folder  {folder.path}"])
@@ -227,11 +228,12 @@ def _verdict(right_G: torch.Tensor, equal: bool) -> str:
     return "tied" if equal else "mixed"
 
 
-def _group_rows(groups: list[Group], scores: Scores, update: Update, cfg: GrpoRun) -> list[dict]:
+def _group_rows(step: int, groups: list[Group], scores: Scores, update: Update, cfg: GrpoRun) -> list[dict]:
     spread_P, equal_P = group_spread(scores.total_PG, cfg.algorithm.std), all_equal(scores.total_PG)
     kl_P = None if update.kl_B is None else update.kl_B.view(len(groups), -1).mean(dim=1).tolist()
     return [
         {
+            "step": step,
             "problem": group.encoded.problem.id,
             "rewards": scores.total_PG[p].tolist(),
             "reward_mean": scores.total_PG[p].mean().item(),
@@ -244,10 +246,11 @@ def _group_rows(groups: list[Group], scores: Scores, update: Update, cfg: GrpoRu
     ]
 
 
-def _sample_rows(groups: list[Group], scores: Scores, most: int = 4) -> list[dict]:
+def _sample_rows(step: int, groups: list[Group], scores: Scores, most: int = 4) -> list[dict]:
     """The first completion of the first few groups."""
     return [
         {
+            "step": step,
             "problem": group.encoded.problem.id,
             "prompt": group.encoded.prompt_text,
             "completion": group.completions[0].text,

@@ -38,9 +38,8 @@ class Tracker:
         self._sink = None
         if self._files.damaged:
             self.warn(f"{self._files.damaged} unreadable line(s) in the row files of {run_dir} were left out")
-        self._sink, say, text = open_sink(
-            Path(run_dir), section, config, resume_step, wandb_id, section.group or group, section.run_name or run_name
-        )
+        group, run_name = section.group or group, section.run_name or run_name
+        self._sink, say, text = open_sink(Path(run_dir), section, config, resume_step, wandb_id, group, run_name)
         self.wandb_id: str | None = self._sink.id if self._sink else wandb_id
         """Goes into checkpoints, so that a resumed run stays one wandb run."""
         if text:
@@ -83,7 +82,8 @@ class Tracker:
         self._finished = True
         if self._sink:
             self._show("status", "handing the last rows to wandb")
-            self._sink.finish(exit_code=0 if status in ("finished", "stopped", "interrupted") else 1)
+            with contextlib.suppress(Exception):
+                self._sink.finish(exit_code=0 if status in ("finished", "stopped", "interrupted") else 1)
         with contextlib.suppress(OSError):
             self._files.close()
         self._show("finish", status, reason, lines)

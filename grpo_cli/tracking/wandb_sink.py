@@ -61,10 +61,8 @@ def open_sink(
                 mode, why = "offline", found
     except Exception as error:
         return None, "warn", f"wandb: off, it cannot be used ({type(error).__name__}: {error}); the run folder has everything"
-    if mode not in ("online", "offline"):
-        mode = "online"
-    sink = WandbSink(run_dir, section, mode, config, resume_step, wandb_id, group, name)
-    if mode == "online":
+    sink = WandbSink(run_dir, section, "offline" if mode == "offline" else "online", config, resume_step, wandb_id, group, name)
+    if mode != "offline":
         return sink, say, f"wandb: online, project {section.entity + '/' if section.entity else ''}{section.project}, run {name}"
     return sink, say, f"wandb: offline ({why}); {_how_to_view(run_dir)}"
 
@@ -181,8 +179,9 @@ class WandbSink:
 
             with contextlib.suppress(Exception):
                 table = wandb.Table(columns=COLUMNS, log_mode="INCREMENTAL")
-            for kind, step, payload in self._backlog():
-                self._log(run, table, kind, step, payload)
+            with contextlib.suppress(OSError):
+                for kind, step, payload in self._backlog():
+                    self._log(run, table, kind, step, payload)
         while True:
             kind, step, payload = self._queue.get()
             if kind == "finish":
@@ -253,11 +252,8 @@ class WandbSink:
                     table.add_data(*({**row, "rewards": rewards}.get(column) for column in COLUMNS))
                 row = {"samples": table}
             else:
-                row = {
-                    name: wandb.Histogram(value) if isinstance(value, list) else value
-                    for name, value in payload.items()
-                    if value is not None
-                }
+                measured = {name: value for name, value in payload.items() if value is not None}
+                row = {name: wandb.Histogram(value) if isinstance(value, list) else value for name, value in measured.items()}
             run.log({**row, "step": step})
         except Exception as error:
             self._lose(f"{type(error).__name__}: {error}")

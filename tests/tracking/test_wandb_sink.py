@@ -248,4 +248,5 @@ def test_a_server_that_never_answers_turns_online_into_offline(tmp_path, silent_
     done = subprocess.run(command, env=here, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
     assert done.returncode == 0 and done.stderr == "" and taken
     assert "wandb did not start online" in done.stdout and "wandb: offline instead" in done.stdout
-    assert [row["reward/mean"] for row in wandb_history(tmp_path / "run") if "reward/mean" in row] == [1.0]
+    [offline] = (tmp_path / "run").glob("wandb/offline-run-*")
+    assert [row["reward/mean"] for row in wandb_history(_only(offline, tmp_path / "only")) if "reward/mean" in row] == [1.0]

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from pathlib import Path
 
 
@@ -29,23 +30,35 @@ def feed(tracker, steps):
 
 
 def wandb_records(folder: Path):
-    """Every record of the wandb runs below a run folder, in order: wandb's log is LevelDB's log format."""
+    """Every record of the finished wandb runs below a run folder. wandb's helper process may still be writing the last of them."""
+    deadline, records = time.monotonic() + 10, []
+    for path in sorted(folder.glob("wandb/*run-*/run-*.wandb")):
+        while not (of_run := list(_records(path.read_bytes()))) or of_run[-1].WhichOneof("record_type") != "exit":
+            assert time.monotonic() < deadline, f"{path} was not closed"
+            time.sleep(0.05)
+        records += of_run
+    return records
+
+
+def _records(data: bytes):
+    """wandb's file is a log in LevelDB's format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for path in sorted(folder.glob("wandb/*run-*/run-*.wandb")):
-        data, at, whole = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            if 32768 - at % 32768 < 7:  # a block's tail too short for a header is padding
-                at += 32768 - at % 32768
-                continue
-            _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-            whole += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # full, or last part
-                record = Record()
-                record.ParseFromString(whole)
-                yield record
-                whole = b""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # the rest of a block, too short for a header
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            return
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # full, or last part
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
 
 
 def wandb_history(folder: Path):

@@ -1,0 +1,87 @@
+"""Small runs of the embedded default, in this process or in one that dies at a chosen point."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_cli.cli import TRAIN
+from grpo_cli.compose import Composer, convert
+from grpo_cli.stages import grpo
+
+SMALL = [
+    "steps=9",
+    "eval_every=3",
+    "save_every=4",
+    "sample_every=2",
+    "group_size=g4",
+    "group_size.completions_per_step=8",
+    "rollout.max_new_tokens=24",
+    "data.train.limit=20",
+    "data.eval.limit=4",
+    "evaluation.samples_per_problem=2",
+    "evaluation.pass_at=[2]",
+    "tracker=none",
+]
+
+
+def config(*overrides: str):
+    words = [*SMALL, *overrides]
+    with Composer(TRAIN, None, None) as composer:
+        return convert(composer.compose(words), words)
+
+
+def train(folder: Path, *overrides: str) -> dict:
+    return grpo.run(config(*overrides), folder, list(overrides))
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    """Rows of a file without what no two runs share: times, speed, memory."""
+    kept = []
+    for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        kept.append({key: value for key, value in row.items() if not key.startswith(("time/", "speed/", "memory/"))})
+    return kept
+
+
+def numbers(folder: Path) -> dict[str, list[dict]]:
+    return {name: rows(folder, name) for name in ("metrics", "groups", "eval", "samples")}
+
+
+def dies(folder: Path, prepare: Callable[[], None], *overrides: str) -> None:
+    """Train in a forked process that `prepare` makes kill itself; fails when it lives to the end."""
+    child = os.fork()
+    if child == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        try:
+            prepare()
+            train(folder, *overrides)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, "the run was not killed"
+
+
+def kill_on_call(owner, name: str, call: int, after: bool = False) -> Callable[[], None]:
+    """SIGKILL at the call-th call of owner.name, before it or behind it."""
+
+    def prepare() -> None:
+        original = getattr(owner, name)
+        calls = 0
+
+        def counted(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **kwargs)
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, counted)
+
+    return prepare

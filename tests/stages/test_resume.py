@@ -1,0 +1,185 @@
+"""A run that was killed and resumed leaves the same rows as one that was not, value for value."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from runs import config, dies, kill_on_call, numbers, rows, train
+
+from grpo_cli import checkpoint
+from grpo_cli.policy import Policy
+from grpo_cli.stages import grpo
+from grpo_cli.tracking import Tracker
+from grpo_cli.tracking.files import RowFiles
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder)
+    return folder
+
+
+MOMENTS = {
+    "before anything is evaluated": kill_on_call(grpo, "evaluate", 1),
+    "inside the first evaluation": kill_on_call(grpo, "score", 1),
+    "before the first checkpoint": kill_on_call(checkpoint, "save", 1),
+    "inside the first save": kill_on_call(Policy, "save", 1, after=True),
+    "inside the first rollout": kill_on_call(grpo, "uniforms", 1),
+    "between a step and its row": kill_on_call(Tracker, "step", 3),
+    "between groups.jsonl and metrics.jsonl": kill_on_call(RowFiles, "append", 6),
+    "behind an evaluation, before its save": kill_on_call(Tracker, "evaluation", 3, after=True),
+    "inside a later save": kill_on_call(torch, "save", 3),
+    "behind the rename, before the pointers": kill_on_call(checkpoint, "_point", 4),
+    "while old checkpoints are removed": kill_on_call(shutil, "rmtree", 6),
+    "inside the last update": kill_on_call(grpo, "improve", 9),
+    "before the adapter is exported": kill_on_call(checkpoint, "export", 1),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes_to_the_same_numbers(whole, tmp_path, moment):
+    dies(tmp_path, MOMENTS[moment])
+    summary = train(tmp_path, "resume=auto")
+    assert summary["status"] == "finished"
+    assert numbers(tmp_path) == numbers(whole)
+    assert [row["step"] for row in rows(tmp_path, "metrics")] == list(range(1, 10))
+    assert not list(tmp_path.glob("checkpoints/.*"))
+
+
+def test_killed_again_and_again_it_still_arrives(whole, tmp_path):
+    for call in (2, 3, 4):
+        dies(tmp_path, kill_on_call(grpo, "improve", call), "resume=auto")
+    train(tmp_path, "resume=auto")
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def test_adaptive_kl_and_several_updates_resume_exactly(tmp_path):
+    extra = ["kl=adaptive", "kl.target=0.01", "algorithm.updates_per_rollout=2", "optimizer.lr=3e-3"]
+    train(tmp_path / "whole", *extra)
+    dies(tmp_path / "killed", kill_on_call(grpo, "improve", 7), *extra)
+    train(tmp_path / "killed", *extra, "resume=auto")
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    betas = [row["kl/beta"] for row in rows(tmp_path / "whole", "metrics")]
+    assert len(set(betas)) > 3
+
+
+def test_full_fine_tuning_resumes_exactly(tmp_path):
+    extra = ["model.lora=null", "optimizer.lr=3e-4"]
+    train(tmp_path / "whole", *extra)
+    dies(tmp_path / "killed", kill_on_call(grpo, "improve", 6), *extra)
+    train(tmp_path / "killed", *extra, "resume=auto")
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    assert (tmp_path / "whole/model/model.safetensors").is_file()
+
+
+def test_every_prompt_is_drawn_once_per_epoch_and_in_the_same_order_after_a_resume(whole):
+    # 20 problems, 2 per step: 9 steps draw 18 different ones.
+    drawn = [row["problem"] for row in rows(whole, "groups")]
+    assert len(drawn) == 18 == len(set(drawn))
+
+
+def test_a_run_saved_at_the_end_of_an_epoch_goes_on(tmp_path):
+    # 10 problems, 2 per step: an epoch ends with step 5, where the run is stopped and resumed.
+    extra = ["data.train.limit=10", "save_every=5"]
+    train(tmp_path, *extra, "steps=5")
+    assert train(tmp_path, *extra, "steps=10", "resume=auto")["step"] == 10
+    drawn = [row["problem"] for row in rows(tmp_path, "groups")]
+    assert [row["step"] for row in rows(tmp_path, "metrics")] == list(range(1, 11))
+    assert len(set(drawn[:10])) == len(set(drawn[10:])) == 10 and drawn[:10] != drawn[10:]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_saves_and_leaves_a_state_to_resume(whole, tmp_path, number, monkeypatch):
+    original = grpo.improve
+
+    def improve(*args, **kwargs):
+        result = original(*args, **kwargs)
+        if len(rows(tmp_path, "metrics")) == 4:
+            os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(grpo, "improve", improve)
+    summary = train(tmp_path)
+    assert (summary["status"], summary["step"]) == ("interrupted", 5)
+    assert checkpoint.newest(tmp_path).name == "step_000005"
+    monkeypatch.undo()
+    assert train(tmp_path, "resume=auto")["status"] == "finished"
+    assert numbers(tmp_path) == numbers(whole)
+
+
+def test_a_checkpoint_without_its_state_file_is_passed_over(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    newest = checkpoint.newest(tmp_path / "run")
+    (newest / "state.pt").unlink()
+    assert checkpoint.newest(tmp_path / "run").name < newest.name
+    train(tmp_path / "run", "resume=auto")
+    assert numbers(tmp_path / "run") == numbers(whole)
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(whole):
+    summary = json.loads((whole / "summary.json").read_text())
+    kept = {path.name for path in (whole / "checkpoints").glob("step_*")}
+    best = f"step_{summary['evaluation']['best']['step']:06d}"
+    assert {"step_000009", "step_000008", best} == kept | {best}
+    assert checkpoint.find(whole, "best").name == best
+    assert checkpoint.find(whole, "last").name == "step_000009"
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(tmp_path, monkeypatch):
+    original = torch.save
+
+    def save(obj, file, **kwargs):
+        if "step_000006" in getattr(file, "name", ""):
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(obj, file, **kwargs)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(OSError, match=r"could not save the checkpoint of step 6.*No space left"):
+        train(tmp_path, "save_every=2")
+    assert checkpoint.newest(tmp_path).name == "step_000004"
+    assert not list(tmp_path.glob("checkpoints/.*"))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    monkeypatch.undo()
+    train(tmp_path, "save_every=2", "resume=auto")
+    assert len(rows(tmp_path, "metrics")) == 9
+
+
+@pytest.mark.parametrize("change", ["model.lora.rank=8", "algorithm.clip_low=0.1", "seed=2", "kl.beta=0.1"])
+def test_resuming_with_another_model_or_algorithm_is_refused_and_harms_nothing(whole, tmp_path, change):
+    shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+    with pytest.raises(ValueError, match=change.split("=")[0]):
+        train(tmp_path / "run", change, "resume=auto")
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    child = os.fork()
+    if child == 0:
+        try:
+            train(tmp_path, "steps=500", "eval_every=500", "stop.threshold=2")
+        finally:
+            os._exit(0)
+    try:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "metrics.jsonl").is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(ValueError, match="in use by"):
+            train(tmp_path, "steps=500", "eval_every=500", "stop.threshold=2", "resume=auto")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_nothing_listens_for_signals_behind_a_run(whole):
+    assert threading.current_thread() is threading.main_thread()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert config().steps == 9

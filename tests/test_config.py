@@ -1,0 +1,176 @@
+import inspect
+import re
+import shlex
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from grpo_cli import cli
+from grpo_cli.compose import CONF, Composer, convert
+from grpo_cli.config import GroupSize, GrpoRun, KlSchedule, Rule, SftRun
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/[!_]*.yaml"))
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+NEEDED = {("model", "hf"): ["model.path=x"], ("data", "jsonl"): ["data.path=x.jsonl"], ("demos", "jsonl"): ["demos.path=x.jsonl"]}
+
+
+def compose(overrides, command=cli.TRAIN, name=None, directory=None):
+    with Composer(command, name, directory) as composer:
+        return convert(composer.compose(overrides), overrides)
+
+
+def refusal(*overrides):
+    with pytest.raises(ValueError) as caught:
+        compose(list(overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_of_every_group_composes(group, option):
+    command = cli.SFT if group == "demos" else cli.TRAIN
+    compose([f"{group}={option}", *NEEDED.get((group, option), [])], command)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_recipe_composes(recipe):
+    compose([], {"grpo": cli.TRAIN, "sft": cli.SFT}[recipe.parent.name], recipe.stem, recipe.parent)
+
+
+def shown_commands():
+    text = "\n".join(cli._help(command) for command in (cli.TRAIN, cli.SFT, cli.EVAL))
+    readme = ROOT / "README.md"
+    if readme.exists():
+        text += "\n" + readme.read_text(encoding="utf-8")
+    lines = (line.strip().removeprefix("$ ") for line in text.splitlines())
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r"grpo-(train|sft)\b( |$)", line)]
+    return [words for words in found if not re.search(r"[A-Z]{3}|<|\[overrides\]|`", " ".join(words)) and "resume" not in str(words)]
+
+
+@pytest.mark.parametrize("words", shown_commands(), ids=" ".join)
+def test_examples_in_the_help_and_the_readme_compose(words):
+    command = {"grpo-train": cli.TRAIN, "grpo-sft": cli.SFT}[words[0]]
+    args = cli._parse(command, words[1:])
+    folder = args.config_dir and ROOT / args.config_dir
+    if folder and not folder.is_dir():
+        pytest.skip(f"{args.config_dir} is a run folder of the reader's")
+    with Composer(command, args.config_name, folder) as composer:
+        for job in composer.jobs(args.overrides)[1] if args.multirun else [args.overrides]:
+            convert(composer.compose(job), job)
+
+
+def keys(schema, prefix=""):
+    for name, hint in get_type_hints(schema).items():
+        inner = next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), None)
+        yield from keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+
+
+@pytest.mark.parametrize("schema", [GrpoRun, SftRun, Rule])
+def test_every_key_is_read_by_something(schema):
+    sources = [path for path in (ROOT / "grpo_cli").rglob("*.py") if path.name != "config.py"]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    code += inspect.getsource(GroupSize.prompts_per_step.fget)  # the schema's one derived figure
+    unread = [key for key in keys(schema) if not re.search(rf"\.{key.rpartition('.')[2]}\b", code)]
+    assert unread == []
+
+
+def test_a_key_without_a_value_is_an_error_that_says_what_to_type():
+    assert refusal("model=hf") == "model.path is empty: try model.path=FOLDER or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_a_rule_of_ones_own_is_added_from_the_command_line():
+    run = compose(["+reward.rules.short.fn=my.module:short", "+reward.rules.short.weight=-0.1"])
+    assert run.reward.rules["short"] == Rule("my.module:short", -0.1, {})
+    assert list(run.reward.rules) == ["accuracy", "format", "short"]
+
+
+def test_a_rule_is_dropped_from_the_command_line():
+    assert list(compose(["~reward.rules.format"]).reward.rules) == ["accuracy"]
+
+
+def test_a_value_beats_its_group():
+    run = compose(["kl=linear", "kl.beta=0.02"])
+    assert (run.kl.schedule, run.kl.beta, run.kl.end_beta) == (KlSchedule.linear, 0.02, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["kl.betta=0.1"], "kl.betta is unknown: did you mean kl.beta"),
+        (["+kl.betta=0.1"], "Try kl.beta=0.1"),
+        (["beta=0.1"], "Try kl.beta=0.1"),
+        (["modle=tiny"], "Try model=tiny"),
+        (["kl={beta: 1, bogus: 2}"], "kl.bogus is unknown: kl has schedule, beta"),
+        (["reward.rules.acuracy.weight=1"], "Try reward.rules.accuracy.weight=1"),
+        (["reward.rules.format.wieght=1"], "Try reward.rules.format.weight=1"),
+        (["+reward.rules.format.wieght=1"], "did you mean reward.rules.format.weight?"),
+        (["+reward.rules.new.weight=1"], "reward.rules.new.fn is not set: try +reward.rules.new.fn=package.module:function"),
+        (["hydra.run.dirr=x"], "Try hydra.run.dir=x"),
+        (["+hydra.job.bogus=1"], "hydra.job.bogus=1 is unknown: hydra.job has name, chdir"),
+        (["group_size=g3"], "group_size has g2, g4, g8, g16, g32, g64: try group_size=g2 or group_size=g4"),
+        (["kl=cosin"], "try kl=cosine"),
+        (["model=null"], "a group takes the name of an option: model has hf, tiny"),
+        (["kl.beta=abc"], "a number is expected: try kl.beta=0.1"),
+        (["kl.beta=null"], "a number is expected: try kl.beta=0.1"),
+        (["steps=1.5"], "a whole number is expected: try steps=1"),
+        (["debug=maybe"], "true or false is expected: try debug=true"),
+        (["data.digits=3"], "a list is expected: try 'data.digits=[2,3]'"),
+        (["algorithm.std=foo"], "expected one of [sample, population]: try algorithm.std=sample"),
+        (["model.lora=5"], "model.lora is a section: try model.lora.rank=VALUE"),
+        (["kl.beta=${nope}"], "kl.beta=${nope}: Interpolation key 'nope' not found"),
+        (["model.lora=null", "model.lora.rank=4"], "model.lora.rank=4: model.lora is null here"),
+        (["model.lora=null", "model.lora={rank: 4}"], "drop model.lora=null, or write the whole section into a config"),
+        (["+kl.beta=1"], "kl.beta exists already: drop the +"),
+        (["~kl.beta"], "does not support deletion"),
+        (["~kl"], "kl is not set: try kl="),
+        (["kl.beta=0,1"], "add -m"),
+        (["kl.beta=[1,"], "cannot read the override kl.beta=[1,"),
+        (["kl.beta"], "write key=value"),
+        (["group_size.samples_per_prompt=1"], "try group_size=g8 or group_size.samples_per_prompt=2"),
+        (["group_size.completions_per_step=30"], "try group_size.completions_per_step=24 or 32"),
+        (["kl.beta=-1"], "try kl.beta=0"),
+        (["steps=0"], "try steps=1"),
+        (["kl=adaptive", "kl.beta=0"], "try kl.beta=0.04"),
+        (["kl=none", "kl.beta=0.1"], "try kl=constant kl.beta=0.1"),
+        (["model.lora.init=pissa"], "try model.lora.init=default"),
+        (["data=jsonl"], "try data.path=FILE.jsonl"),
+        (["data.prompt.system=Hi"], "try data.prompt.chat=true"),
+        (["reward.accuracy=nope"], "try reward.accuracy=accuracy"),
+        (["device=gpu"], "try device=auto"),
+        (["evaluation.pass_at=[8]"], "try evaluation.samples_per_problem=8"),
+        (["stop.metric=eval/pass@2"], "try stop.metric=eval/accuracy"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_named_with_what_to_type_instead(overrides, words):
+    assert words in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: [grpo, _self_]\nkl: {bta: 1}", "kl.bta is unknown: did you mean kl.beta?"),
+        ("defaults: [grpo, _self_]\nkl: {beta: x}", "kl.beta: Value 'x' of type 'str' could not be converted to Float"),
+        ("defaults: [grpo, override kl: cosin, _self_]", "there is no option cosin"),
+        ("kl: {beta: 1}", "mine is not a config of grpo-train: its defaults list must start from grpo"),
+        ("{", "a config file cannot be read"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named(tmp_path, text, words):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        compose([], name="mine", directory=tmp_path)
+
+
+def test_an_unknown_config_name_lists_the_known_ones(tmp_path):
+    (tmp_path / "long_run.yaml").write_text("defaults: [grpo, _self_]")
+    with pytest.raises(ValueError, match=r"there are: grpo, long_run, sft\): try -cn long_run"):
+        compose([], name="longrun", directory=tmp_path)
+
+
+def test_a_recipe_named_like_one_of_ours_is_refused_since_hydra_would_not_read_it(tmp_path):
+    (tmp_path / "grpo.yaml").write_text("defaults: [_grpo, _self_]")
+    with pytest.raises(ValueError, match="give yours another name"):
+        compose([], name="grpo", directory=tmp_path)
