@@ -235,10 +235,10 @@ def _plan(command: Command, args) -> Plan:
     with Composer(command, name, directory, args.config_path) as composer:
         if repeats:
             composer.refuse_groups(overrides, f"resume={resume}")
-        if args.multirun or composer.sweeps_by_config(overrides):
+        cfg = None if args.multirun else composer.compose(overrides)
+        if cfg is None or cfg.hydra.mode == RunMode.MULTIRUN:
             plan = _plan_sweep(composer, overrides)
             return Plan(["-m", *flags, *overrides, f"hydra.sweep.dir={_quoted(plan.sweep_dir)}"], plan.sweep_dir, plan.jobs)
-        cfg = composer.compose(overrides)
         run = convert(cfg, overrides)
         run_dir = _run_dir(cfg, run)
     return Plan([*flags, *overrides, f"hydra.run.dir={_quoted(run_dir)}"])

@@ -96,9 +96,6 @@ class Composer:
         _check_keys(values["hydra"], HydraConf, self.command.schema, overrides, "hydra.")
         return cfg
 
-    def sweeps_by_config(self, overrides: list[str]) -> bool:
-        return self.hydra.get_mode(self.name, list(overrides)) == RunMode.MULTIRUN
-
     def parse(self, overrides: list[str]) -> list[Override]:
         try:
             return OverridesParser.create(config_loader=self.loader).parse_overrides(list(overrides))

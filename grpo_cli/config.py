@@ -266,7 +266,9 @@ def _rule(name: str, value: Any) -> Rule:
     _require(isinstance(value, dict) and bool(value.get("fn")), f"{here}.fn is not set: try +{here}.fn=package.module:function")
     for key in value:
         near = difflib.get_close_matches(key, keys, 1)
-        _require(key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else ""))
+        _require(
+            key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else "")
+        )
     weight = value.get("weight", 1.0)
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
     _require(number, f"{here}.weight must be a finite number, not {weight!r}: try {here}.weight=1")
@@ -284,9 +286,9 @@ class Reward:
     def __post_init__(self):
         _require(bool(self.rules), "reward.rules is empty: try reward=r1")
         self.rules = {name: _rule(name, value) for name, value in self.rules.items()}
+        first, names = next(iter(self.rules)), ", ".join(self.rules)
         _require(
-            self.accuracy in self.rules,
-            f"reward.accuracy={self.accuracy} names no rule (there are: {', '.join(self.rules)}): try reward.accuracy={next(iter(self.rules))}",
+            self.accuracy in self.rules, f"reward.accuracy={self.accuracy} names no rule (there are: {names}): try reward.accuracy={first}"
         )
 
 
@@ -351,7 +353,9 @@ class Kl:
                 "it moves log beta, so 0 is out of reach: try kl.beta=0.04",
             )
         if self.schedule is KlSchedule.none:
-            _require(self.beta == 0, f"kl=none has no penalty, so kl.beta={self.beta} would do nothing: try kl=constant kl.beta={self.beta}")
+            _require(
+                self.beta == 0, f"kl=none has no penalty, so kl.beta={self.beta} would do nothing: try kl=constant kl.beta={self.beta}"
+            )
 
 
 @dataclass
@@ -524,7 +528,12 @@ class GrpoRun:
             self.stop.metric in known,
             f"stop.metric={self.stop.metric} is not measured by this run (there are: {', '.join(known)}): try stop.metric=eval/accuracy",
         )
-        if self.data.source is Source.rows and not self.data.eval.path and Path(self.data.path).suffix == "" and self.data.eval.split == self.data.train.split:
+        if (
+            self.data.source is Source.rows
+            and not self.data.eval.path
+            and Path(self.data.path).suffix == ""
+            and self.data.eval.split == self.data.train.split
+        ):
             raise ValueError("data.eval.split equals data.train.split: held-out problems would be trained on: try data.eval.split=test")
 
 

@@ -58,6 +58,13 @@ def test_the_shipped_folder_is_what_make_py_makes(tokenizer):
     assert make.untrained(made).config.to_dict() | shape == AutoConfig.from_pretrained(make.SHIPPED).to_dict() | shape
 
 
+def test_packing_tells_whether_the_result_is_the_shipped_model(tmp_path):
+    made = make.tokenizer()
+    make.untrained(made).save_pretrained(tmp_path / "untrained")
+    assert f"sha256 {SHA256}, bit for bit" in make.pack(str(make.SHIPPED), str(tmp_path / "same"))
+    assert "not bit for bit" in make.pack(str(tmp_path / "untrained"), str(tmp_path / "other"))
+
+
 def test_a_prompt_begins_with_bos_and_a_tag_is_one_token(tokenizer):
     assert tokenizer.convert_ids_to_tokens(tokenizer("67+15=")["input_ids"]) == ["<bos>", *"67+15="]
     ids = tokenizer("<think>?</think><answer>82</answer>", add_special_tokens=False)["input_ids"]

@@ -85,7 +85,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
 def test_a_folder_that_holds_a_run_is_refused_unless_it_is_continued(tmp_path):
     leave(tmp_path, compose())
     before = (tmp_path / "summary.json").read_text()
-    with pytest.raises(ValueError, match="already holds a run: choose another folder.*resume=auto"):
+    with pytest.raises(ValueError, match=r"already holds a run: choose another folder.*resume=auto"):
         RunFolder(tmp_path, compose(), [], resume=False).__enter__()
     assert (tmp_path / "summary.json").read_text() == before
 
@@ -110,7 +110,12 @@ def test_a_failure_is_recorded_with_its_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, compose(), ["seed=1"], resume=False):
         _ = 1 / 0
     found = runfolder.summary(tmp_path)
-    assert (found["status"], found["reason"], found["overrides"], found["seed"]) == ("failed", "ZeroDivisionError: division by zero", ["seed=1"], 1)
+    assert (found["status"], found["reason"], found["overrides"], found["seed"]) == (
+        "failed",
+        "ZeroDivisionError: division by zero",
+        ["seed=1"],
+        1,
+    )
     assert "1 / 0" in (tmp_path / "error.log").read_text()
 
 
