@@ -52,12 +52,20 @@ grpo/%: recipes/grpo/%.yaml $(READY)
 	$(BIN)/grpo-train -cd recipes/grpo -cn $* $(ARGS)
 
 assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one stays as it is)
+	rm -rf outputs/assets
+	$(BIN)/python -m grpo_cli.assets.make untrained outputs/assets/untrained
 	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
+	$(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/model outputs/assets/tiny
 
-# PYTHON names an interpreter that already has torch with CUDA, transformers, peft, hydra-core and pytest; nothing is installed.
-gpu-check:  ## On a CUDA machine: the gpu tests and the demo, with PYTHON=python3
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu -p no:cacheprovider
-	PYTHONPATH=. $(PYTHON) -m grpo_cli.cli device=cuda tracker=none hydra.run.dir=outputs/gpu-check/$$(date +%s)
+# PYTHON names an interpreter that has torch with CUDA, transformers and peft; what else is needed comes from the registry or, without
+# a network, from WHEELS, a folder of wheels (hydra-core, omegaconf, antlr4-python3-runtime, rich, pytest, ...).
+WHEELS ?=
+gpu-check:  ## On a CUDA machine: the gpu tests and the demo, with PYTHON=python3 WHEELS=FOLDER
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) hydra-core==1.3.8 rich pytest hypothesis setuptools wheel
+	.venv-gpu/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	.venv-gpu/bin/python -m pytest -m gpu
+	.venv-gpu/bin/grpo-train device=cuda tracker=none hydra.run.dir=outputs/gpu-check/$$(date +%s)
 
 clean:  ## Remove .venv, build leftovers and caches; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache

@@ -52,7 +52,9 @@ def read(folder: Path) -> dict:
     try:
         return torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many kinds on a damaged file
-        raise ValueError(f"{folder / STATE} cannot be read ({error}): delete that folder to continue from the checkpoint before it") from error
+        raise ValueError(
+            f"{folder / STATE} cannot be read ({error}): delete that folder to continue from the checkpoint before it"
+        ) from error
 
 
 def newest(run_dir: Path) -> Path | None:

@@ -13,7 +13,13 @@ from grpo_cli.rollout import sample
 
 
 def evaluate(
-    policy: Policy, prompts: list[EncodedProblem], rules: dict[str, LoadedRule], accuracy: str, evaluation: Evaluation, rollout: Rollout, seed: int
+    policy: Policy,
+    prompts: list[EncodedProblem],
+    rules: dict[str, LoadedRule],
+    accuracy: str,
+    evaluation: Evaluation,
+    rollout: Rollout,
+    seed: int,
 ) -> dict[str, float]:
     """Every problem once greedily and evaluation.samples_per_problem times at the training temperature.
 

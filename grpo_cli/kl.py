@@ -72,16 +72,12 @@ class BetaSchedule:
             return (1 - cosine) * kl.beta + cosine * kl.end_beta
         return kl.beta
 
-    def observe(self, kl_per_sequence: float) -> None:
-        """Adaptive: log beta moves by gain times the relative error, which counts for at most 100 % either way."""
+    def observe(self, kl_B: Tensor | None) -> None:
+        """Adaptive: log beta moves by gain times the relative error of the mean KL, which counts for at most 100 % either way."""
         kl = self._section
-        if kl.schedule is KlSchedule.adaptive:
-            error = max(-1.0, min(1.0, kl_per_sequence / kl.target - 1))
+        if kl.schedule is KlSchedule.adaptive and kl_B is not None:
+            error = max(-1.0, min(1.0, kl_B.mean().item() / kl.target - 1))
             self._log_beta = max(math.log(kl.min_beta), min(math.log(kl.max_beta), self._log_beta + kl.gain * error))
-
-    def penalises(self) -> bool:
-        """Whether any step of the run can have beta above 0."""
-        return self._section.beta > 0 or bool(self._section.end_beta)
 
     def state(self) -> dict:
         return {"log_beta": self._log_beta}

@@ -25,19 +25,22 @@ HEAD_CHUNK_ELEMENTS = 2**24
 """Logits alive at once in a training forward: 64 MiB of float32, whatever the vocabulary."""
 
 
-def load_policy(section: Model, device: torch.device, seed: int, temperature: float) -> "Policy":
-    """The model of the run, ready to train: base weights frozen under a fresh or given adapter, or all weights trainable."""
+def load_policy(section: Model, device: torch.device, seed: int, temperature: float, reference: bool = True) -> "Policy":
+    """The model of the run, ready to train: base weights frozen under a fresh or given adapter, or all weights trainable.
+
+    reference=False saves the frozen copy that full fine-tuning would need for `annotate`.
+    """
     model, tokenizer = load_model_and_tokenizer(section, device)
     if section.lora is not None:
         model = add_adapter(model, section.lora, seed)
     else:
         model.requires_grad_(True)
-    return Policy(model, tokenizer, section, device, temperature)
+    return Policy(model, tokenizer, section, device, temperature, reference)
 
 
 def load_model_and_tokenizer(section: Model, device: torch.device):
     """(model, tokenizer) on `device`, dropout off, every weight frozen. ValueError says what is absent and how to get it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -53,7 +56,9 @@ def load_model_and_tokenizer(section: Model, device: torch.device):
     try:
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={section.path}: no causal language model could be loaded from there ({_first_line(error)})") from error
+        raise ValueError(
+            f"model.path={section.path}: no causal language model could be loaded from there ({_first_line(error)})"
+        ) from error
     if section.gguf_file:
         detach_quantizer(model)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -146,18 +151,21 @@ def check_adapter(folder: Path) -> None:
     saved = json.loads(file.read_text(encoding="utf-8"))
     init = str(saved.get("init_lora_weights")).lower()
     if saved.get("peft_type") != "LORA" or saved.get("use_dora") or init.startswith(("pissa", "olora", "loftq", "corda")):
+        kind = f"peft_type={saved.get('peft_type')}, use_dora={saved.get('use_dora')}, init_lora_weights={init}"
         raise ValueError(
-            f"model.lora.path={folder}: only plain LoRA can be continued (peft_type={saved.get('peft_type')}, use_dora={saved.get('use_dora')}, "
-            f"init_lora_weights={init}): such an adapter changes what the model is with the adapter off: merge it and give model.path"
+            f"model.lora.path={folder}: only plain LoRA can be continued, not {kind}: with the adapter off such a model is no longer "
+            "the one it started from: merge the adapter and give model.path"
         )
     if saved.get("bias", "none") != "none" or saved.get("modules_to_save"):
-        raise ValueError(f"model.lora.path={folder}: adapters that train biases or whole modules are not supported: merge it and give model.path")
+        raise ValueError(
+            f"model.lora.path={folder}: adapters that train biases or whole modules are not supported: merge it and give model.path"
+        )
 
 
 class Policy:
     """Log-probs of completions under the policy and its reference, and what the sampler needs. Shapes: B sequences, T tokens."""
 
-    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float):
+    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float, reference: bool):
         self.model = model
         self.tokenizer = tokenizer
         self.device = device
@@ -169,7 +177,7 @@ class Policy:
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # A fresh adapter starts at zero update, so the reference is the same model with the adapter off: no copy at all.
         fresh = self._adapted and section.lora.path is None
-        self._frozen = None if fresh else {name: p.detach().clone() for name, p in self.trainable.items()}
+        self._frozen = None if fresh or not reference else {name: p.detach().clone() for name, p in self.trainable.items()}
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.eos_ids = self._end_tokens()
         self._forbidden = torch.tensor(self._never_sampled(), device=device, dtype=torch.long)
@@ -203,7 +211,9 @@ class Policy:
         window = getattr(self.lm.config, "max_position_embeddings", None)
         room = max_prompt_tokens if window is None else min(max_prompt_tokens, window - max_new_tokens)
         if room < 1:
-            raise ValueError(f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens")
+            raise ValueError(
+                f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens"
+            )
         if not problems:
             return [], 0
         if isinstance(problems[0].prompt, str):
@@ -270,7 +280,9 @@ class Policy:
         scored = mask_BT.bool()
         features_NH, tokens_N = features[scored], batch.completion_ids_BT[scored]
         rows = max(16, HEAD_CHUNK_ELEMENTS // self.lm.get_output_embeddings().weight.shape[0])
-        chunks = [self._chunk(f, t, recompute=len(tokens_N) > rows) for f, t in zip(features_NH.split(rows), tokens_N.split(rows), strict=True)]
+        chunks = [
+            self._chunk(f, t, recompute=len(tokens_N) > rows) for f, t in zip(features_NH.split(rows), tokens_N.split(rows), strict=True)
+        ]
         logprobs_BT, entropy_BT = (
             torch.zeros(B, T, device=self.device).masked_scatter(scored, torch.cat(values)) for values in zip(*chunks, strict=True)
         )
@@ -365,8 +377,10 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """The adapter in PEFT's own format, or the whole model, with its tokenizer."""
-        self.model.save_pretrained(folder, safe_serialization=True)
-        if not self._adapted:
+        if self._adapted:
+            self.model.save_pretrained(folder, save_embedding_layers=False)
+        else:
+            self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
@@ -379,5 +393,6 @@ class Policy:
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(weights["trained"][name])
-            for name, tensor in weights["reference"].items():
-                self._frozen[name].copy_(tensor)
+            for name, frozen in (self._frozen or {}).items():
+                if name in weights["reference"]:
+                    frozen.copy_(weights["reference"][name])

@@ -17,7 +17,9 @@ DEVICE_CHECK_EVERY = 8
 """Tokens between two looks at which rows have finished, on devices where looking makes the host wait."""
 
 
-def sample(policy: Policy, prompts: list[EncodedProblem], samples_per_prompt: int, rollout: Rollout, uniforms_PGT: np.ndarray | None) -> list[Group]:
+def sample(
+    policy: Policy, prompts: list[EncodedProblem], samples_per_prompt: int, rollout: Rollout, uniforms_PGT: np.ndarray | None
+) -> list[Group]:
     """One group of `samples_per_prompt` completions per prompt, at rollout.temperature; without uniforms the most likely tokens."""
     at_once = max(1, rollout.rows_at_once // samples_per_prompt)
     groups: list[Group] = []
@@ -46,7 +48,9 @@ def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, uniforms_N
 
     cache = DynamicCache(config=policy.lm.config)
     start = {"position_ids": (attention.cumsum(1) - 1).clamp(min=0)} if policy.takes_positions else {}
-    logits = policy.lm(input_ids=prompt_ids, attention_mask=attention, past_key_values=cache, use_cache=True, logits_to_keep=1, **start).logits
+    logits = policy.lm(
+        input_ids=prompt_ids, attention_mask=attention, past_key_values=cache, use_cache=True, logits_to_keep=1, **start
+    ).logits
     logits = logits[:, -1].repeat_interleave(G, dim=0)
     cache.batch_repeat_interleave(G)
     mask = torch.cat([attention.repeat_interleave(G, dim=0), torch.ones(N, T, device=device, dtype=torch.long)], dim=1)

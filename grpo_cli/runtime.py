@@ -5,6 +5,7 @@ import platform
 import resource
 import signal
 import sys
+import time
 
 
 def pick_device(name: str):
@@ -71,3 +72,23 @@ class Interrupts:
         if self.received:
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
+
+
+class Stopwatch:
+    """Seconds of the parts of one step, in the order they end."""
+
+    def __init__(self):
+        self._started = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self._last - self._started
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}_s": seconds for name, seconds in (self.laps | {"step": self.total}).items()}

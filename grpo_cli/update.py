@@ -58,7 +58,9 @@ def improve(
             loss_sum += loss.item()
             trained_BT = part_weights_BT > 0
             ratio_max = max(ratio_max, (ratio_BT.detach() * trained_BT).max().item())
-            clipped_sum += (is_clipped(ratio_BT.detach(), part.advantages_B, algorithm.clip_low, algorithm.clip_high) & trained_BT).sum().item()
+            clipped_sum += (
+                (is_clipped(ratio_BT.detach(), part.advantages_B, algorithm.clip_low, algorithm.clip_high) & trained_BT).sum().item()
+            )
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable.values(), grad_clip or math.inf).item()
         if not math.isfinite(grad_norm):
             raise FloatingPointError("the gradient is not finite: try a lower optimizer.lr, optimizer.grad_clip=1 or model.dtype=float32")

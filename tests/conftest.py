@@ -35,7 +35,14 @@ def random_llama(folder: Path, vocabulary: int | None = None, **changes) -> Path
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = character_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
     config = LlamaConfig(
         vocab_size=vocabulary or len(tokenizer),
         pad_token_id=0,

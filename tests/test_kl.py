@@ -84,19 +84,19 @@ def test_linear_and_cosine_half_way():
 
 def test_adaptive_beta_moves_in_log_space_towards_the_target_and_stays_in_bounds():
     beta = BetaSchedule(section(KlSchedule.adaptive, beta=1.0, target=2.0, gain=0.5), steps=10)
-    beta.observe(3.0)  # error +50 %: log beta rises by 0.25
+    beta.observe(torch.tensor([3.0]))  # error +50 %: log beta rises by 0.25
     assert beta.at(2) == pytest.approx(math.exp(0.25))
-    beta.observe(100.0)  # errors count for at most 100 %
+    beta.observe(torch.tensor([100.0]))  # errors count for at most 100 %
     assert beta.at(3) == pytest.approx(math.exp(0.75))
     for _ in range(50):
-        beta.observe(0.0)
+        beta.observe(torch.tensor([0.0]))
     assert beta.at(50) == pytest.approx(1e-4)
 
 
 def test_adaptive_state_continues_exactly():
     one, two = (BetaSchedule(section(KlSchedule.adaptive, target=1.0), 10) for _ in range(2))
-    one.observe(0.3)
+    one.observe(torch.tensor([0.3]))
     two.load_state(one.state())
-    one.observe(1.7)
-    two.observe(1.7)
+    one.observe(torch.tensor([1.7]))
+    two.observe(torch.tensor([1.7]))
     assert one.at(3) == two.at(3)

@@ -16,7 +16,7 @@ def run(cfg: GrpoRun, folder: Path, which: str) -> dict:
     """The evaluation's metrics, also written to <folder>/evaluations/<checkpoint>.json; the run's own files stay as they are."""
     found = checkpoint.find(folder, which)
     use_threads(cfg.threads)
-    policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, cfg.rollout.temperature)
+    policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, cfg.rollout.temperature, reference=False)
     policy.load_weights(checkpoint.read(found)["policy"])
     _, problems, _ = load_problems(cfg.data)
     prompts, _ = policy.encode(problems, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)

@@ -35,7 +35,7 @@ def run(cfg: SftRun, run_dir: Path, overrides: list[str] | None = None) -> dict:
 def _train(cfg: SftRun, folder: RunFolder) -> dict:
     use_threads(cfg.threads)
     device = pick_device(cfg.device)
-    policy = load_policy(cfg.model, device, cfg.seed, temperature=1.0)
+    policy = load_policy(cfg.model, device, cfg.seed, temperature=1.0, reference=False)
     draw = demonstrations(policy, cfg.demos, cfg.batch_size, cfg.seed)
     optimizer, lr_schedule = build_optimizer(policy.trainable.values(), cfg.optimizer, cfg.steps)
     folder.update(device=str(device), threads=cfg.threads)

@@ -7,16 +7,38 @@ import torch
 from runs import config, numbers, rows, train
 
 from grpo_cli import checkpoint, runfolder
-from grpo_cli.compose import Composer, convert
 from grpo_cli.cli import TRAIN
+from grpo_cli.compose import Composer, convert
 from grpo_cli.config import GrpoRun
 from grpo_cli.evaluation import pass_at
 from grpo_cli.stages import eval as evaluation_stage
 from grpo_cli.stages import grpo
 
-FIXED = """reward/mean reward/group_std reward/rule/accuracy reward/rule/format group/frac_zero_std group/frac_all_right group/frac_all_wrong
-kl/reference kl/sequence kl/beta policy/entropy policy/clip_frac policy/ratio_max optim/lr optim/grad_norm completion/tokens
-completion/truncated_frac time/rollout_s time/reward_s time/update_s time/step_s speed/tokens_per_s memory/peak_gib""".split()
+FIXED = [
+    "reward/mean",
+    "reward/group_std",
+    "reward/rule/accuracy",
+    "reward/rule/format",
+    "group/frac_zero_std",
+    "group/frac_all_right",
+    "group/frac_all_wrong",
+    "kl/reference",
+    "kl/sequence",
+    "kl/beta",
+    "policy/entropy",
+    "policy/clip_frac",
+    "policy/ratio_max",
+    "optim/lr",
+    "optim/grad_norm",
+    "completion/tokens",
+    "completion/truncated_frac",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/update_s",
+    "time/step_s",
+    "speed/tokens_per_s",
+    "memory/peak_gib",
+]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +152,9 @@ def test_truncated_completions_are_counted_and_can_be_left_out_of_the_loss(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("override", "words"), [("stop.threshold=0.0", "stop.threshold=0"), ("stop.patience=1", "for 1 evaluations")], ids=["reached", "patience"]
+    ("override", "words"),
+    [("stop.threshold=0.0", "stop.threshold=0"), ("stop.patience=1", "for 1 evaluations")],
+    ids=["reached", "patience"],
 )
 def test_a_run_stops_when_told_to_and_says_why(tmp_path, override, words):
     summary = train(tmp_path, override)
@@ -177,7 +201,13 @@ def test_a_broken_rule_ends_the_run_naming_rule_and_completion(tmp_path, monkeyp
 def test_a_rule_of_ones_own_counts_with_its_weight(tmp_path, monkeypatch):
     (tmp_path / "short_rule.py").write_text("def rule(sample, scale):\n    return -scale * sample.tokens")
     monkeypatch.syspath_prepend(tmp_path)
-    train(tmp_path / "run", "+reward.rules.short.fn=short_rule:rule", "+reward.rules.short.args.scale=0.1", "+reward.rules.short.weight=0.5", "steps=1")
+    train(
+        tmp_path / "run",
+        "+reward.rules.short.fn=short_rule:rule",
+        "+reward.rules.short.args.scale=0.1",
+        "+reward.rules.short.weight=0.5",
+        "steps=1",
+    )
     (row,) = rows(tmp_path / "run", "metrics")
     expected = row["reward/rule/accuracy"] + 0.5 * row["reward/rule/format"] - 0.05 * row["completion/tokens"]
     assert row["reward/mean"] == pytest.approx(expected, abs=1e-5)
