@@ -42,7 +42,7 @@ format: $(READY)  ## Fix lint and formatting
 	$(BIN)/ruff format .
 
 wheel: $(READY)  ## Build dist/*.whl
-	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 recipes:  ## List the recipes with their first line
 	@for file in recipes/*/*.yaml; do printf '  %-38s %s\n' "$$(echo $$file | sed -E 's,recipes/(.*)\.yaml,\1,')" "$$(sed -n '1s/^# *//p' $$file)"; done

@@ -142,7 +142,8 @@ def _job(command: Command, cfg: DictConfig) -> None:
     run_dir = _relative(job.runtime.output_dir)
     overrides = list(job.overrides.task)
     sweep = Path(job.sweep.dir).name if job.mode == RunMode.MULTIRUN else None
-    label = f"job {job.job.num} ({' '.join(overrides)}): " if sweep else ""
+    swept = job.job.override_dirname  # without what all jobs share, see _plan_sweep
+    label = f"job {job.job.num} ({swept}): " if sweep else ""
     try:
         run = convert(cfg, overrides)
         if sweep and runfolder.is_done(run_dir, run):
@@ -151,7 +152,7 @@ def _job(command: Command, cfg: DictConfig) -> None:
         if command is TRAIN:
             if sweep and runfolder.holds_run(run_dir):
                 run.resume = "auto"
-            summary = importlib.import_module("grpo_cli.stages.grpo").run(run, run_dir, overrides, sweep)
+            summary = importlib.import_module("grpo_cli.stages.grpo").run(run, run_dir, overrides, sweep, swept if sweep else run_dir.name)
         else:
             summary = importlib.import_module("grpo_cli.stages.sft").run(run, run_dir, overrides)
     except Exception as error:
@@ -238,7 +239,7 @@ def _plan(command: Command, args) -> Plan:
         cfg = None if args.multirun else composer.compose(overrides)
         if cfg is None or cfg.hydra.mode == RunMode.MULTIRUN:
             plan = _plan_sweep(composer, overrides)
-            return Plan(["-m", *flags, *overrides, f"hydra.sweep.dir={_quoted(plan.sweep_dir)}"], plan.sweep_dir, plan.jobs)
+            return Plan(["-m", *flags, *overrides, *plan.argv, f"hydra.sweep.dir={_quoted(plan.sweep_dir)}"], plan.sweep_dir, plan.jobs)
         run = convert(cfg, overrides)
         run_dir = _run_dir(cfg, run)
     return Plan([*flags, *overrides, f"hydra.run.dir={_quoted(run_dir)}"])
@@ -253,6 +254,7 @@ def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
         cfg = composer.compose(for_hydra)
         convert(cfg, for_hydra)
         return Plan([], _make(Path(cfg.hydra.sweep.dir)))
+    shared = [word for word in jobs[0] if all(word in job for job in jobs)] if len(jobs) > 1 else []
     placed = []
     for number, job in enumerate(jobs):
         try:
@@ -263,8 +265,11 @@ def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
                 runfolder.check(folder, run, resume=isinstance(run, GrpoRun))
         except ValueError as error:
             raise ValueError(f"job {number} ({' '.join(job)}): {error}") from error
-        placed.append((folder, " ".join(job)))
-    return Plan([], _make(Path(cfg.hydra.sweep.dir)), placed)
+        placed.append((folder, " ".join(word for word in job if word not in shared)))
+    # Hydra names a job by its overrides; those that all jobs share say nothing.
+    keys = ",".join(override.key_or_group for override in composer.parse(shared))
+    naming = "hydra.job.config.override_dirname"
+    return Plan([f"{naming}.exclude_keys=[{keys}]", f"{naming}.item_sep=' '"], _make(Path(cfg.hydra.sweep.dir)), placed)
 
 
 def _resume_folder(command: Command, overrides: list[str]) -> str | None:

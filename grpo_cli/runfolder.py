@@ -183,11 +183,6 @@ class RunFolder:
         self.values: dict = values(cfg)
         self.summary: dict = {}
 
-    @property
-    def label(self) -> str:
-        """A name for people: the folder's own, for a numbered job of a sweep its overrides."""
-        return " ".join(self.overrides) if self.path.name.isdigit() and self.overrides else self.path.name
-
     def __enter__(self) -> "RunFolder":
         try:
             self.path.mkdir(parents=True, exist_ok=True)

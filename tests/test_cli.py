@@ -31,7 +31,7 @@ class Stage(types.ModuleType):
         super().__init__("stage")
         self.calls = []
 
-    def run(self, cfg, run_dir, overrides, sweep=None):
+    def run(self, cfg, run_dir, overrides, sweep=None, name=None):
         self.calls.append((str(run_dir), overrides, sweep, cfg.resume))
         with RunFolder(run_dir, cfg, overrides, resume=bool(cfg.resume)) as folder:
             if cfg.kl.beta == 2:
@@ -294,7 +294,7 @@ def test_resuming_as_something_else_is_refused_and_damages_nothing(stage, capsys
 def test_a_failing_job_does_not_stop_a_sweep(stage, capsys):
     assert run("-m", "kl.beta=1,2,0.5", "group_size=g4") == 1
     shown = capsys.readouterr()
-    assert shown.err == "error: job 1 (kl.beta=2 group_size=g4): this beta is the user's mistake\n"
+    assert shown.err == "error: job 1 (kl.beta=2): this beta is the user's mistake\n"
     (sweep,) = Path("outputs/grpo/sweeps").iterdir()
     assert [call[0] for call in stage.calls] == [f"{sweep}/{n}" for n in range(3)]
     assert {call[2] for call in stage.calls} == {sweep.name}
@@ -302,8 +302,8 @@ def test_a_failing_job_does_not_stop_a_sweep(stage, capsys):
     assert (sweep / "1" / "error.log").exists()
     lines = [re.split(r"  +", line) for line in shown.out.splitlines()[-4:]]
     assert lines[0] == ["job", "overrides", "status", "accuracy", "folder"]
-    assert lines[2] == ["1", "kl.beta=2 group_size=g4", "failed (this beta is the user's mistake)", "-", f"{sweep}/1"]
-    assert lines[3] == ["2", "kl.beta=0.5 group_size=g4", "finished (all steps are done)", "0.25 -> 0.90", f"{sweep}/2"]
+    assert lines[2] == ["1", "kl.beta=2", "failed (this beta is the user's mistake)", "-", f"{sweep}/1"]
+    assert lines[3] == ["2", "kl.beta=0.5", "finished (all steps are done)", "0.25 -> 0.90", f"{sweep}/2"]
 
 
 def test_the_same_command_is_the_same_sweep_and_skips_what_is_done(stage, capsys):

@@ -51,13 +51,16 @@ class Progress:
         self.evaluations = {"first": entry} | self.evaluations | {"last": entry} | ({"best": entry} if is_best else {})
 
 
-def run(cfg: GrpoRun, run_dir: Path, overrides: list[str], sweep: str | None = None) -> dict:
-    """Train in `run_dir` and return the summary. Raises on the user's mistakes; the folder then says `failed` and why."""
+def run(cfg: GrpoRun, run_dir: Path, overrides: list[str], sweep: str | None = None, name: str | None = None) -> dict:
+    """Train in `run_dir` and return the summary. Raises on the user's mistakes; the folder then says `failed` and why.
+
+    The run is called `name` in wandb, in the group `sweep`.
+    """
     with Interrupts() as interrupts, runfolder.RunFolder(run_dir, cfg, overrides, resume=bool(cfg.resume)) as folder:
-        return _train(cfg, folder, interrupts, sweep)
+        return _train(cfg, folder, interrupts, sweep, name or run_dir.name)
 
 
-def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sweep: str | None) -> dict:
+def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sweep: str | None, name: str) -> dict:
     use_threads(cfg.threads)
     device = pick_device(cfg.device)
     P, G, T = cfg.group_size.prompts_per_step, cfg.group_size.samples_per_prompt, cfg.rollout.max_new_tokens
@@ -86,7 +89,7 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
         resume_step=progress.step if found else None,
         wandb_id=progress.wandb_id,
         group=sweep,
-        run_name=folder.label,
+        run_name=name,
     )
     progress.wandb_id = tracker.wandb_id
 
