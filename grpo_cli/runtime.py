@@ -1,11 +1,14 @@
 """The machine a run stands on: device, threads, memory, versions, and a polite reaction to signals."""
 
 import importlib.metadata
+import os
 import platform
 import resource
+import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 
 def pick_device(name: str):
@@ -50,6 +53,12 @@ def _installed(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def script(name: str) -> str:
+    """What to type for one of this package's commands: its name, or its path when the environment is not activated."""
+    beside = Path(sys.executable).parent / name
+    return name if shutil.which(name) or not beside.exists() else os.path.relpath(beside)
 
 
 class Interrupts:

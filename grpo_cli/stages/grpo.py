@@ -1,5 +1,6 @@
 """The GRPO run: assemble the pieces, then sample, score, weigh, improve, until the budget is spent or there is a reason to stop."""
 
+import shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +19,8 @@ from grpo_cli.randomness import permutation, uniforms
 from grpo_cli.records import EncodedProblem, Problem
 from grpo_cli.rewards import load_rules, score
 from grpo_cli.rollout import sample
-from grpo_cli.runtime import Interrupts, Stopwatch, peak_memory_gib, pick_device, use_threads
-from grpo_cli.tracking import Tracker
+from grpo_cli.runtime import Interrupts, Stopwatch, peak_memory_gib, pick_device, script, use_threads
+from grpo_cli.tracking import Tracker, announce
 from grpo_cli.update import improve
 
 
@@ -68,6 +69,7 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
 
     rules = load_rules(cfg.reward)
     train_problems, heldout_problems, notes = load_problems(cfg.data)
+    announce(f"loading {cfg.model.path} on {device}")
     policy = load_policy(cfg.model, device, cfg.seed, cfg.rollout.temperature)
     prompts = _encode(policy, train_problems, cfg, "training", notes)
     heldout = _encode(policy, heldout_problems, cfg, "held-out", notes)
@@ -210,6 +212,6 @@ def _closing_lines(progress: Progress, folder: Path, exported: str, status: str)
         f"best               step {best['step']}, kept in {exported}/",
         f"training           {progress.seconds:.0f} s, {progress.tokens} completion tokens",
         f"run folder         {folder}",
-        f"evaluate           grpo-eval run={folder}",
+        f"evaluate           {script('grpo-eval')} {shlex.quote(f'run={folder}')}",
     ]
-    return lines if status == "finished" else [*lines, f"continue           grpo-train resume={folder}"]
+    return lines if status == "finished" else [*lines, f"continue           {script('grpo-train')} {shlex.quote(f'resume={folder}')}"]

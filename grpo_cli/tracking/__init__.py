@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from grpo_cli.config import TrackerSection
 
 
+def announce(text: str) -> None:
+    """One line before there is a tracker, while something slow begins."""
+    with contextlib.suppress(OSError):
+        print(f"{text} ...", flush=True)
+
+
 class Tracker:
     def __init__(
         self,
