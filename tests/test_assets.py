@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from conftest import model_section, rollout_section
+from models import model_section, rollout_section
 
 from grpo_cli.assets import make
 from grpo_cli.data import addition_pairs, addition_question, is_heldout

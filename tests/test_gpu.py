@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import encoded, model_section, rollout_section
+from models import encoded, model_section, rollout_section
 from runs import rows, train
 
 from grpo_cli.batch import collate, to_device

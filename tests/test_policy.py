@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import encoded, model_section, random_llama, rollout_section, shake
+from models import encoded, model_section, random_llama, rollout_section, shake
 
 from grpo_cli.batch import collate, micro_batches, take
 from grpo_cli.config import Dtype, Lora, Truncated
@@ -149,7 +149,7 @@ def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
     folder = random_llama(tmp_path, vocabulary=152_000, hidden_size=8, max_position_embeddings=512)
     code = (
         "import resource, sys, torch; torch.set_num_threads(1); sys.path.insert(0, 'tests')\n"
-        "from conftest import *; from grpo_cli.policy import load_policy; from grpo_cli.batch import collate\n"
+        "from models import *; from grpo_cli.policy import load_policy; from grpo_cli.batch import collate\n"
         "from grpo_cli.config import Truncated; from grpo_cli.records import Completion, Ended, Group\n"
         "policy = load_policy(model_section(sys.argv[1]), torch.device('cpu'), 1, 1.0)\n"
         "prompt = encoded(policy, '1+1=')[0]\n"

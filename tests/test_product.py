@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHARED, needs_shared
 from runs import SMALL, numbers, rows
 from tracked import wandb_history, wandb_records
 
 ROOT = Path(__file__).parents[1]
+SHARED = ROOT / "../shared"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -125,7 +125,7 @@ smollm2 = pytest.mark.skipif(not list(SCRIPTS.parent.glob("lib/python*/site-pack
 @smollm2
 def test_smollm2_loads_from_its_package_speaks_its_chat_template_and_can_be_saved(tmp_path):
     import torch
-    from conftest import model_section, rollout_section
+    from models import model_section, rollout_section
 
     from grpo_cli.policy import load_policy
     from grpo_cli.records import Problem
@@ -145,7 +145,7 @@ def test_smollm2_loads_from_its_package_speaks_its_chat_template_and_can_be_save
 
 
 @smollm2
-@needs_shared
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not beside this checkout")
 def test_the_gsm8k_recipe_takes_a_real_step_on_a_real_model(tmp_path):
     fewer = ["steps=1", "data.train.limit=8", "data.eval.limit=1", "rollout.max_new_tokens=16", "group_size.completions_per_step=4"]
     file = (SHARED / "data/gsm8k/train.jsonl.gz").resolve()

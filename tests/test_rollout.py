@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import encoded, model_section, random_llama, rollout_section, shake
+from models import encoded, model_section, random_llama, rollout_section, shake
 
 from grpo_cli.batch import collate, pad
 from grpo_cli.config import Truncated

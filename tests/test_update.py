@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from conftest import encoded, model_section, rollout_section, shake
+from models import encoded, model_section, rollout_section, shake
 
 from grpo_cli.advantages import group_relative
 from grpo_cli.batch import collate

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import model_section
+from models import model_section
 
 from grpo_cli.batch import micro_batches
 from grpo_cli.config import Demos, DemoSource, Lora, LrSchedule, Optimizer, OptimizerName, SftRun

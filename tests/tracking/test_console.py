@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -138,7 +139,7 @@ def test_a_closed_pipe_does_not_end_the_training(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from tracked import metrics_of
 from grpo_cli.config import TrackerName, TrackerSection, WandbMode
 from grpo_cli.tracking import Tracker

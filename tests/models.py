@@ -1,0 +1,71 @@
+"""A random two-layer Llama with one token per character, and the sections that describe it."""
+
+from pathlib import Path
+
+import torch
+
+from grpo_cli.config import Dtype, Lora, Model, Rollout, RolloutName
+from grpo_cli.records import EncodedProblem, Problem
+
+CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz<>/"
+
+
+def character_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *CHARACTERS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def random_llama(folder: Path, vocabulary: int | None = None, **changes) -> Path:
+    """A random model with its tokenizer in `folder`; `vocabulary` may be wider than the tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = character_tokenizer()
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    config = LlamaConfig(
+        vocab_size=vocabulary or len(tokenizer),
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+        **sizes | changes,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def model_section(path, lora: Lora | None = Lora(4, 8, "default", None), **changes) -> Model:  # noqa: B008
+    values = {"gguf_file": None, "dtype": Dtype.float32, "micro_batch_tokens": 4096, "gradient_checkpointing": False} | changes
+    return Model(path=str(path), lora=lora, **values)
+
+
+def rollout_section(temperature: float = 1.0, max_new_tokens: int = 12, rows_at_once: int = 64) -> Rollout:
+    return Rollout(RolloutName.native, temperature, max_new_tokens, rows_at_once)
+
+
+def encoded(policy, *questions: str) -> list[EncodedProblem]:
+    problems = [Problem(f"p{i}", question, "0") for i, question in enumerate(questions)]
+    return policy.encode(problems, 64, 12)[0]
+
+
+def shake(policy, scale: float = 0.3) -> None:
+    """Move the trained weights, so that policy and reference differ."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(1)
+        for parameter in policy.trainable.values():
+            parameter.add_(scale * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
