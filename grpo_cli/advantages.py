@@ -1,15 +1,20 @@
-"""Rewards of groups to advantages. Tensors in, tensors out; knows nothing of models."""
+"""Rewards to advantages, by one small function for each way. Knows nothing of models.
+
+Axes: P prompts, G samples per prompt, B = P*G completions, T tokens.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from grpo_cli.config import Advantage, Std
+from grpo_cli.config import Advantage, Algorithm, Combine, Kl, Placement, Std
+from grpo_cli.kl import kl_estimate
+from grpo_cli.losses import length_mask
+from grpo_cli.records import Batch, Scores
 
-
-def group_spread(total_PG: Tensor, std: Std) -> Tensor:
-    """(P,) standard deviation within each group; exactly 0 where all G rewards are equal."""
-    spread_P = total_PG.std(dim=1, correction=1 if std is Std.sample else 0)
-    return torch.where(all_equal(total_PG), torch.zeros_like(spread_P), spread_P)
+Steps = Sequence[Sequence[tuple[int, float]]]
+"""For each of B completions its step rewards: (number of the step's last token, reward), in order."""
 
 
 def all_equal(total_PG: Tensor) -> Tensor:
@@ -17,15 +22,140 @@ def all_equal(total_PG: Tensor) -> Tensor:
     return (total_PG == total_PG[:, :1]).all(dim=1)
 
 
-def group_relative(total_PG: Tensor, advantage: Advantage, std: Std) -> Tensor:
-    """(P, G) advantages relative to the group's own mean; a group of equal rewards gets exactly 0.
+def group_spread(total_PG: Tensor, std: Std) -> Tensor:
+    """(P,) standard deviation within each group; exactly 0 where all G rewards are equal."""
+    spread_P = total_PG.std(dim=1, correction=_correction(std))
+    return torch.where(all_equal(total_PG), torch.zeros_like(spread_P), spread_P)
 
-    group_std: A_i = (r_i - mean) / std (DeepSeekMath, arXiv:2402.03300, eq. 3 outcome supervision), with no constant added to std.
-    group_mean: A_i = r_i - mean (Dr. GRPO, arXiv:2503.20783).
-    """
-    total_PG = total_PG.float()
+
+def _correction(std: Std) -> int:
+    return 1 if std is Std.sample else 0
+
+
+def _over(values: Tensor, spread: Tensor) -> Tensor:
+    """values / spread, and 0 where there is no spread."""
+    return torch.where(spread > 0, values / torch.where(spread > 0, spread, 1), torch.zeros_like(values))
+
+
+def _centred(total_PG: Tensor) -> Tensor:
+    """r - mean of the group, exactly 0 in a group of equal rewards."""
     centred_PG = total_PG - total_PG.mean(dim=1, keepdim=True)
-    if advantage is Advantage.group_std:
-        spread_P1 = group_spread(total_PG, std)[:, None]
-        centred_PG = centred_PG / torch.where(spread_P1 > 0, spread_P1, 1)
     return torch.where(all_equal(total_PG)[:, None], torch.zeros_like(centred_PG), centred_PG)
+
+
+def _step_spread(values_PG: Tensor, std: Std) -> Tensor:
+    """Standard deviation over all completions of the step; exactly 0 when they are one value."""
+    return group_spread(values_PG.reshape(1, -1), std)
+
+
+def group_std(total_PG: Tensor, std: Std) -> Tensor:
+    """(r - mean) / std of the group, no constant added to std (GRPO: DeepSeekMath, arXiv:2402.03300, section 4.1.2)."""
+    return _over(_centred(total_PG), group_spread(total_PG, std)[:, None])
+
+
+def group_mean(total_PG: Tensor, std: Std) -> Tensor:
+    """r - mean of the group (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    return _centred(total_PG)
+
+
+def leave_one_out(total_PG: Tensor, std: Std) -> Tensor:
+    """r - mean of the group's other G-1 rewards = G / (G-1) (r - mean) (RLOO, arXiv:2402.14740, section 3.2)."""
+    G = total_PG.shape[1]
+    return _centred(total_PG) * (G / (G - 1))
+
+
+def batch_std(total_PG: Tensor, std: Std) -> Tensor:
+    """(r - mean of the group) / std of all rewards of the step."""
+    return _over(_centred(total_PG), _step_spread(total_PG, std))
+
+
+def reinforce_pp(total_PG: Tensor, std: Std) -> Tensor:
+    """(r - mean) / std over all completions of the step, no group baseline (REINFORCE++, arXiv:2501.03262)."""
+    centred_PG = _centred(total_PG.reshape(1, -1)).view_as(total_PG)
+    return _over(centred_PG, _step_spread(total_PG, std))
+
+
+def reinforce_pp_baseline(total_PG: Tensor, std: Std) -> Tensor:
+    """r - mean of the group, then divided by the std of these differences over the step (REINFORCE++-Baseline, arXiv:2501.03262)."""
+    centred_PG = _centred(total_PG)
+    return _over(centred_PG, _step_spread(centred_PG, std))
+
+
+def rank(total_PG: Tensor, std: Std) -> Tensor:
+    """2 (rank - mean rank) / (G-1), ties sharing their mean rank: in [-1, 1] whatever the scale of the rewards.
+
+    A completion's rank counts the rewards below it and half of those equal, so rank - mean rank = (#below - #above) / 2 and the
+    advantage is (#below - #above) / (G-1). With rewards 0 and 1 that is leave-one-out exactly.
+    """
+    difference_PGG = total_PG[:, :, None] - total_PG[:, None, :]
+    return difference_PGG.sign().sum(dim=2) / (total_PG.shape[1] - 1)
+
+
+OUTCOME = {
+    Advantage.group_std: group_std,
+    Advantage.group_mean: group_mean,
+    Advantage.leave_one_out: leave_one_out,
+    Advantage.batch_std: batch_std,
+    Advantage.reinforce_pp: reinforce_pp,
+    Advantage.reinforce_pp_baseline: reinforce_pp_baseline,
+    Advantage.rank: rank,
+}
+
+
+def outcome_advantages(total_PG: Tensor, advantage: Advantage, std: Std) -> Tensor:
+    """(P, G) float32 advantages of whole completions."""
+    return OUTCOME[advantage](total_PG.float(), std)
+
+
+def rules_apart(rule_PG: dict[str, Tensor], weights: dict[str, float], advantage: Advantage, std: Std) -> Tensor:
+    """Normalise the rewards of each rule by themselves, then add them up by weight, so that no rule's scale drowns another's
+    (GDPO, arXiv:2601.05242). Where a rule does not apply (NaN) it counts as the mean of its group, which gives advantage 0."""
+    total_PG = torch.zeros_like(next(iter(rule_PG.values())).float())
+    for name, scores_PG in rule_PG.items():
+        mean_P1 = scores_PG.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
+        total_PG = total_PG + weights[name] * outcome_advantages(torch.where(scores_PG.isnan(), mean_P1, scores_PG), advantage, std)
+    return total_PG
+
+
+def process_advantages(steps_B: Steps, G: int, T: int, std: Std) -> Tensor:
+    """(B, T) process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3).
+
+    The step rewards of a group's G completions form one pool and are normalised by its mean and std; a token's advantage is the sum of
+    the normalised rewards of all steps that end at it or later. Steps of a pool of equal rewards count 0.
+    """
+    advantages_BT = torch.zeros(len(steps_B), T)
+    for start in range(0, len(steps_B), G):
+        group = steps_B[start : start + G]
+        pool = torch.tensor([[reward for steps in group for _, reward in steps]])
+        if pool.shape[1] < 2:
+            continue
+        normalised = iter(group_std(pool, std)[0].tolist())
+        for row, steps in enumerate(group, start):
+            for last_token, _ in steps:
+                advantages_BT[row, : last_token + 1] += next(normalised)
+    return advantages_BT
+
+
+def assign(scores: Scores, weights: dict[str, float], steps_B: Steps, batch: Batch, beta: float, algorithm: Algorithm, kl: Kl) -> Tensor:
+    """(B, T) advantages of all tokens: the same for all of a completion, except under process supervision.
+
+    With kl.placement=reward the KL of the sampled tokens, times beta, is taken off the reward first: summed over the completion, or, under
+    process supervision, off each token's own sum to the end. steps_B is needed for process supervision only.
+    """
+    B, T = batch.completion_ids_BT.shape
+    device = batch.completion_ids_BT.device
+    total_PG = scores.total_PG.to(device)
+    cost_BT = torch.zeros(B, T, device=device)
+    if beta > 0 and kl.placement is Placement.reward:
+        estimate_BT = kl_estimate(batch.sampled_logprobs_BT, batch.reference_logprobs_BT, kl.estimator)
+        cost_BT = beta * estimate_BT * length_mask(batch.completion_lengths_B, T)
+    if algorithm.advantage is Advantage.process:
+        to_the_end_BT = cost_BT.flip(1).cumsum(1).flip(1)
+        return process_advantages(steps_B, total_PG.shape[1], T, algorithm.std).to(device) - to_the_end_BT
+    if algorithm.combine is Combine.normalise_first:
+        advantages_PG = rules_apart(
+            {name: rule_PG.to(device) for name, rule_PG in scores.rule_PG.items()}, weights, algorithm.advantage, algorithm.std
+        )
+    else:
+        advantages_PG = outcome_advantages(total_PG - cost_BT.sum(dim=1).view_as(total_PG), algorithm.advantage, algorithm.std)
+    return advantages_PG.reshape(B, 1).expand(B, T)

@@ -1,4 +1,4 @@
-"""Groups and advantages to padded tensors, and their cut into micro-batches. Knows nothing of models or rewards."""
+"""Groups to padded tensors, and their cut into micro-batches. Knows nothing of models or rewards."""
 
 from dataclasses import fields, replace
 
@@ -16,7 +16,7 @@ def pad(rows: list[list], value, left: bool = False, dtype: torch.dtype = torch.
     return torch.tensor([f + list(r) if left else list(r) + f for r, f in zip(rows, filler, strict=True)], dtype=dtype)
 
 
-def collate(groups: list[Group], advantages_PG: Tensor, pad_id: int, truncated: Truncated) -> Batch:
+def collate(groups: list[Group], pad_id: int, truncated: Truncated) -> Batch:
     """One row per completion, groups in order. Padding is told from tokens by the lengths alone, so pad_id may be any id."""
     prompts = [group.encoded.prompt_ids for group in groups for _ in group.completions]
     completions = [completion for group in groups for completion in group.completions]
@@ -27,7 +27,6 @@ def collate(groups: list[Group], advantages_PG: Tensor, pad_id: int, truncated: 
         completion_ids_BT=pad([c.token_ids for c in completions], pad_id),
         completion_lengths_B=torch.tensor([len(c.token_ids) for c in completions]),
         trained_B=torch.tensor(kept),
-        advantages_B=advantages_PG.flatten().float(),
         sampled_logprobs_BT=pad([c.logprobs for c in completions], 0.0, dtype=torch.float32),
     )
 
@@ -42,7 +41,7 @@ def take(batch: Batch, rows_B: Tensor) -> Batch:
     picked = {f.name: getattr(batch, f.name)[rows_B] for f in fields(batch) if getattr(batch, f.name) is not None}
     S = int(picked["prompt_lengths_B"].max())
     T = int(picked["completion_lengths_B"].max())
-    trim = {name: value[:, :T] for name, value in picked.items() if name.endswith("_BT")}
+    trim = {name: value[:, :T] for name, value in picked.items() if name.endswith(("_BT", "_BTH"))}
     return replace(batch, **picked | trim | {"prompt_ids_BS": picked["prompt_ids_BS"][:, -S:]})
 
 

@@ -32,6 +32,28 @@ class BadGold(Enum):
 class Advantage(Enum):
     group_std = "group_std"
     group_mean = "group_mean"
+    leave_one_out = "leave_one_out"
+    batch_std = "batch_std"
+    reinforce_pp = "reinforce_pp"
+    reinforce_pp_baseline = "reinforce_pp_baseline"
+    rank = "rank"
+    process = "process"
+
+
+class Combine(Enum):
+    weigh_first = "weigh_first"
+    normalise_first = "normalise_first"
+
+
+class Ratio(Enum):
+    token = "token"
+    sequence = "sequence"
+
+
+class Clip(Enum):
+    ppo = "ppo"
+    cispo = "cispo"
+    none = "none"
 
 
 class Std(Enum):
@@ -43,6 +65,11 @@ class Aggregation(Enum):
     sequence_mean = "sequence_mean"
     token_mean = "token_mean"
     constant = "constant"
+
+
+class RuleKind(Enum):
+    outcome = "outcome"
+    process = "process"
 
 
 class Truncated(Enum):
@@ -62,6 +89,18 @@ class Estimator(Enum):
     k1 = "k1"
     k2 = "k2"
     k3 = "k3"
+    symmetric = "symmetric"
+    exact = "exact"
+
+
+class Anchor(Enum):
+    reference = "reference"
+    old = "old"
+
+
+class Placement(Enum):
+    loss = "loss"
+    reward = "reward"
 
 
 class KlGradient(Enum):
@@ -238,6 +277,12 @@ class Data:
     """refuse: stop and show bad golds; drop: leave those rows out, with a count."""
     max_prompt_tokens: int
     """Longer prompts are left out with a count, never cut."""
+    difficulty: Optional[list[float]]
+    """[low, high]: draw problems whose pass rate lies in this band; problems not tried yet count as inside. null draws all alike."""
+    difficulty_map: Optional[str]
+    """difficulty.json of an earlier run, whose pass rates this run starts from."""
+    revisit: float
+    """Share of the draws that try a problem outside the band again: solved ones may be forgotten, hard ones come within reach."""
     prompt: Prompt
 
     def __post_init__(self):
@@ -247,6 +292,12 @@ class Data:
         )
         _digits("data", self.digits)
         _positive("data", max_prompt_tokens=self.max_prompt_tokens)
+        _require(0 <= self.revisit <= 1, f"data.revisit must lie in [0, 1], not {self.revisit}: try data.revisit=0.1")
+        if self.difficulty is not None:
+            _require(
+                len(self.difficulty) == 2 and 0 <= self.difficulty[0] < self.difficulty[1] <= 1,
+                f"data.difficulty must be [lowest, highest] pass rate in 0..1, not {self.difficulty}: try 'data.difficulty=[0.2,0.8]'",
+            )
 
 
 @dataclass
@@ -257,6 +308,8 @@ class Rule:
     """The total reward is the weighted sum over the rules. May be negative; 0 measures without paying."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments handed to the function."""
+    kind: RuleKind = RuleKind.outcome
+    """outcome: one number per completion; process: a list of (end, number) pairs, one per step, end being a position in the text."""
 
 
 def _rule(name: str, value: Any) -> Rule:
@@ -273,7 +326,9 @@ def _rule(name: str, value: Any) -> Rule:
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
     _require(number, f"{here}.weight must be a finite number, not {weight!r}: try {here}.weight=1")
     _require(isinstance(value.get("args", {}), dict), f"{here}.args must be a mapping, not {value.get('args')!r}: try '{here}.args={{}}'")
-    return Rule(str(value["fn"]), float(weight), value.get("args", {}))
+    kind = value.get("kind", "outcome")
+    _require(kind in RuleKind.__members__, f"{here}.kind is outcome or process, not {kind!r}: try {here}.kind=outcome")
+    return Rule(str(value["fn"]), float(weight), value.get("args", {}), RuleKind[kind])
 
 
 @dataclass
@@ -295,31 +350,60 @@ class Reward:
 @dataclass
 class Algorithm:
     advantage: Advantage
-    """group_std: (r - mean) / std of the group (GRPO, arXiv:2402.03300 eq. 3); group_mean: r - mean (Dr. GRPO, arXiv:2503.20783)."""
+    """How rewards become advantages; grpo_cli/advantages.py has one function and one equation for each."""
     std: Std
-    """sample divides by G-1, population by G."""
+    """sample divides by the count less 1, population by the count."""
+    combine: Combine
+    """Several rules: weigh_first adds up weighted rewards and normalises the sum; normalise_first normalises each rule by itself."""
+    ratio: Ratio
+    """token: pi / pi_old of each token; sequence: their geometric mean over the completion (GSPO, arXiv:2507.18071)."""
+    clip: Clip
+    """ppo: min(w A, clip(w) A); cispo: a detached weight capped at 1 + clip_high (arXiv:2506.13585); none: w A."""
     clip_low: float
     clip_high: float
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: Optional[float]
+    """ppo: where the advantage A is negative the loss is at most dual_clip x |A| (arXiv:1912.09729); null leaves it unbounded."""
     aggregation: Aggregation
     """sequence_mean: mean over completions of their token means; token_mean: over all tokens of the step; constant: divide by
     completions x rollout.max_new_tokens. One rule for the policy part and the KL part."""
     updates_per_rollout: int
     """mu: optimizer steps taken on each rollout."""
     truncated: Truncated
-    """Completions cut at rollout.max_new_tokens: keep them in the loss, or mask them out of it."""
+    """Completions cut at rollout.max_new_tokens: keep them in the loss, or mask them out of it (DAPO's overlong filtering)."""
+    entropy_bonus: float
+    """The loss is lowered by this times the policy's entropy (nats per token)."""
+    resample_tries: int
+    """Dynamic sampling (DAPO, arXiv:2503.14476): groups that are all right or all wrong are dropped and replaced, with at most so many
+    further rollouts in a step; 0 trains on every group."""
 
     def __post_init__(self):
         _require(0 <= self.clip_low <= 1, f"algorithm.clip_low must lie in [0, 1], not {self.clip_low}: try algorithm.clip_low=0.2")
-        _not_negative("algorithm", clip_high=self.clip_high)
+        _not_negative("algorithm", clip_high=self.clip_high, entropy_bonus=self.entropy_bonus, resample_tries=self.resample_tries)
         _positive("algorithm", updates_per_rollout=self.updates_per_rollout)
+        if self.dual_clip is not None:
+            _require(
+                self.clip is Clip.ppo,
+                f"algorithm.dual_clip goes with algorithm.clip=ppo, not {self.clip.name}: try algorithm.dual_clip=null",
+            )
+            _require(
+                self.dual_clip > 1 + self.clip_high,
+                f"algorithm.dual_clip must be above 1 + algorithm.clip_high, not {self.dual_clip}: try algorithm.dual_clip=3",
+            )
+        _require(
+            not (self.combine is Combine.normalise_first and self.advantage is Advantage.process),
+            "algorithm.combine=normalise_first normalises rules apart, and algorithm.advantage=process pools them: "
+            "try algorithm.combine=weigh_first",
+        )
 
 
 @dataclass
 class Kl:
     schedule: KlSchedule
     beta: float
-    """Weight of the KL to the reference, or its start value when the schedule moves it."""
+    """Weight of the KL, or its start value when the schedule moves it."""
+    warmup_steps: int
+    """Steps over which beta rises from 0 to kl.beta before the schedule begins."""
     end_beta: Optional[float]
     """Linear and cosine: the value at the last step."""
     target: Optional[float]
@@ -329,16 +413,39 @@ class Kl:
     min_beta: float
     max_beta: float
     estimator: Estimator
-    """Schulman's estimators (joschu.net/blog/kl-approx.html); k3 is GRPO's."""
+    """Per token: k1, k2, k3 (GRPO's) or symmetric from the sampled token's log-probs; exact over the whole vocabulary."""
+    anchor: Anchor
+    """What the penalty holds the policy to: the reference, or the policy before this step's updates (in place of a clip)."""
+    placement: Placement
+    """loss: a term of the loss; reward: taken off the reward before advantages are made (the KL then carries no gradient itself)."""
     gradient: KlGradient
     """plain: differentiate the estimator as it stands (DeepSeekMath); unbiased: weigh it by the ratio to the sampling policy,
     so that its gradient is that of the KL itself."""
     measure_every: int
     """With beta at 0 the KL is still measured, every so many steps."""
+    sync_every: Optional[int]
+    """Move the reference to the policy every so many steps; null leaves it at the start of the run."""
+    sync_alpha: float
+    """Reference sync: the new reference is alpha x policy + (1 - alpha) x reference, weight by weight (of the adapter, with LoRA)."""
 
     def __post_init__(self):
-        _not_negative("kl", beta=self.beta, gain=self.gain)
-        _positive("kl", measure_every=self.measure_every, target=self.target, min_beta=self.min_beta)
+        _not_negative("kl", beta=self.beta, gain=self.gain, warmup_steps=self.warmup_steps)
+        _positive("kl", measure_every=self.measure_every, target=self.target, min_beta=self.min_beta, sync_every=self.sync_every)
+        _require(0 < self.sync_alpha <= 1, f"kl.sync_alpha must lie in (0, 1], not {self.sync_alpha}: try kl.sync_alpha=1")
+        if self.placement is Placement.reward:
+            here = "kl.placement=reward"
+            _require(
+                self.estimator is not Estimator.exact,
+                f"{here} needs one number per sampled token, not kl.estimator=exact: try kl.estimator=k1",
+            )
+            _require(
+                self.anchor is Anchor.reference,
+                f"{here} is taken before any update, where the KL to the old policy is 0: try kl.anchor=reference",
+            )
+        _require(
+            not (self.anchor is Anchor.old and self.estimator is Estimator.exact),
+            "kl.estimator=exact keeps the whole distribution of the reference only: try kl.estimator=k3 with kl.anchor=old",
+        )
         moving = self.schedule in (KlSchedule.linear, KlSchedule.cosine)
         _require(
             not moving or self.end_beta is not None, f"kl.end_beta is not set, and kl={self.schedule.name} needs it: try kl.end_beta=0"
@@ -523,6 +630,15 @@ class GrpoRun:
             log_every=self.log_every,
         )
         _check_seed_and_device(self.seed, self.device)
+        algorithm, kl = self.algorithm, self.kl
+        _require(
+            not (kl.placement is Placement.reward and algorithm.combine is Combine.normalise_first),
+            "kl.placement=reward takes the KL off the sum of rewards, which algorithm.combine=normalise_first lacks: try kl.placement=loss",
+        )
+        _require(
+            kl.warmup_steps < self.steps,
+            f"kl.warmup_steps={kl.warmup_steps} leaves no step after it: try kl.warmup_steps={self.steps // 10}",
+        )
         known = ["eval/accuracy", "eval/accuracy_greedy", "eval/reward", *(f"eval/pass@{k}" for k in self.evaluation.pass_at)]
         _require(
             self.stop.metric in known,

@@ -28,31 +28,43 @@ def _k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-ESTIMATORS = {Estimator.k1: _k1, Estimator.k2: _k2, Estimator.k3: _k3}
+def _symmetric(log_ratio: Tensor) -> Tensor:
+    return torch.expm1(log_ratio) * log_ratio / 2
+
+
+ESTIMATORS = {Estimator.k1: _k1, Estimator.k2: _k2, Estimator.k3: _k3, Estimator.symmetric: _symmetric}
 
 
 def kl_estimate(logprobs_BT: Tensor, reference_BT: Tensor, estimator: Estimator) -> Tensor:
     """Per-token estimate of KL(pi || pi_ref) in nats, for tokens drawn from pi. With l = log pi_ref - log pi:
 
     k1 = -l, k2 = l^2 / 2, k3 = exp(l) - 1 - l (Schulman, "Approximating KL Divergence"; k3 is GRPO's, arXiv:2402.03300 eq. 4).
+    symmetric = (exp(l) - 1) l / 2 estimates the mean of KL(pi || pi_ref) and KL(pi_ref || pi), the latter by importance weights.
     """
     return ESTIMATORS[estimator](bounded_log_ratio(logprobs_BT, reference_BT))
 
 
-def kl_penalty(logprobs_BT: Tensor, old_BT: Tensor, reference_BT: Tensor, estimator: Estimator, gradient: KlGradient) -> Tensor:
-    """The differentiable KL term per token.
+def exact_kl(logprobs_NV: Tensor, reference_NV: Tensor) -> Tensor:
+    """(N,) KL(pi || pi_ref) = sum_v pi(v) (log pi(v) - log pi_ref(v)) of N whole next-token distributions (log-probs)."""
+    difference_NV = (logprobs_NV - reference_NV).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # A token that is never sampled has log-prob -inf on both sides; its share is 0.
+    share_NV = logprobs_NV.exp()
+    return (share_NV * torch.where(share_NV > 0, difference_NV, torch.zeros_like(difference_NV))).sum(dim=1)
 
-    plain: the estimator as it stands, so only its own derivative counts (DeepSeekMath). unbiased: the estimator times
+
+def kl_penalty(penalty_BT: Tensor, logprobs_BT: Tensor, old_BT: Tensor, gradient: KlGradient) -> Tensor:
+    """The differentiable KL term per token, from the estimate of each token.
+
+    plain: the estimate as it stands, so only its own derivative counts (DeepSeekMath). unbiased: the estimate times
     pi / pi_old, whose gradient on on-policy samples is that of the KL itself, the score-function part included.
     """
-    penalty_BT = kl_estimate(logprobs_BT, reference_BT, estimator)
     if gradient is KlGradient.unbiased:
         penalty_BT = penalty_BT * (logprobs_BT - old_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return penalty_BT
 
 
 class BetaSchedule:
-    """The weight of the KL at each step; adaptive ones move with the KL they are shown."""
+    """The weight of the KL at each step: a warm-up from 0 over kl.warmup_steps, then the schedule; adaptive ones follow the KL shown."""
 
     def __init__(self, section: Kl, steps: int):
         self._section = section
@@ -62,7 +74,10 @@ class BetaSchedule:
     def at(self, step: int) -> float:
         """beta of `step`, counted from 1; the linear and cosine schedules reach end_beta exactly at the last step."""
         kl = self._section
-        progress = min(1.0, (step - 1) / max(1, self._steps - 1))
+        if step <= kl.warmup_steps:
+            return kl.beta * step / (kl.warmup_steps + 1)
+        first = kl.warmup_steps + 1
+        progress = 1.0 if step >= self._steps else (step - first) / max(1, self._steps - first)
         if kl.schedule is KlSchedule.adaptive:
             return math.exp(self._log_beta)
         if kl.schedule is KlSchedule.linear:

@@ -11,6 +11,7 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_cli.batch import micro_batches, take
 from grpo_cli.config import Dtype, Lora, Model
+from grpo_cli.kl import exact_kl
 from grpo_cli.losses import length_mask
 from grpo_cli.records import Batch, EncodedProblem, Problem
 
@@ -25,17 +27,20 @@ HEAD_CHUNK_ELEMENTS = 2**24
 """Logits alive at once in a training forward: 64 MiB of float32, whatever the vocabulary."""
 
 
-def load_policy(section: Model, device: torch.device, seed: int, temperature: float, reference: bool = True) -> "Policy":
+def load_policy(
+    section: Model, device: torch.device, seed: int, temperature: float, reference: bool = True, moving: bool = False
+) -> "Policy":
     """The model of the run, ready to train: base weights frozen under a fresh or given adapter, or all weights trainable.
 
-    reference=False saves the frozen copy that full fine-tuning would need for `annotate`.
+    reference=False saves the frozen copy that full fine-tuning would need for `annotate`; moving=True makes one that `sync_reference`
+    can move.
     """
     model, tokenizer = load_model_and_tokenizer(section, device)
     if section.lora is not None:
         model = add_adapter(model, section.lora, seed)
     else:
         model.requires_grad_(True)
-    return Policy(model, tokenizer, section, device, temperature, reference)
+    return Policy(model, tokenizer, section, device, temperature, reference, moving)
 
 
 def load_model_and_tokenizer(section: Model, device: torch.device):
@@ -162,22 +167,32 @@ def check_adapter(folder: Path) -> None:
         )
 
 
+class TokenScores(NamedTuple):
+    """What the policy says of each completion token; all (B, T) float32, 0 behind the end."""
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    """Nats, over the whole vocabulary; without gradient unless asked for."""
+    exact_kl_BT: Tensor | None
+    """KL to the reference over the whole vocabulary (nats), when `annotate` prepared it."""
+
+
 class Policy:
     """Log-probs of completions under the policy and its reference, and what the sampler needs. Shapes: B sequences, T tokens."""
 
-    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float, reference: bool):
+    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float, reference: bool, moving: bool):
         self.model = model
         self.tokenizer = tokenizer
         self.device = device
         self.temperature = temperature
         self._section = section
-        self._adapted = section.lora is not None
+        self._adapted, self._moving = section.lora is not None, moving
         self.saved_as = "adapter" if self._adapted else "model"
         self._autocast = not self._adapted and compute_dtype(section.dtype, device) is torch.bfloat16
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # A fresh adapter starts at zero update, so the reference is the same model with the adapter off: no copy at all.
-        fresh = self._adapted and section.lora.path is None
-        self._frozen = None if fresh or not reference else {name: p.detach().clone() for name, p in self.trainable.items()}
+        off_is_start = self._adapted and section.lora.path is None and not moving
+        self._frozen = None if off_is_start or not reference else {name: p.detach().clone() for name, p in self.trainable.items()}
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.eos_ids = self._end_tokens()
         self._forbidden = torch.tensor(self._never_sampled(), device=device, dtype=torch.long)
@@ -250,67 +265,87 @@ class Policy:
 
     # --- log-probs
 
-    def annotate(self, batch: Batch, reference: bool) -> Batch:
-        """The batch on the policy's device, with the reference's log-probs when asked for. No gradient."""
+    def annotate(self, batch: Batch, reference: bool, exact: bool = False) -> Batch:
+        """The batch with the reference's log-probs when asked for (exact: with what its whole distributions are made from). No gradient."""
         if not reference:
             return batch
-        logprobs_BT = torch.zeros_like(batch.sampled_logprobs_BT)
+        logprobs_BT, features_BTH = torch.zeros_like(batch.sampled_logprobs_BT), None
         with torch.no_grad(), self._as_reference():
-            for rows in micro_batches(batch, self._section.micro_batch_tokens):
-                part_BT, _ = self.token_logprobs(take(batch, rows))
-                logprobs_BT[rows, : part_BT.shape[1]] = part_BT
-        return replace(batch, reference_logprobs_BT=logprobs_BT)
+            for rows in self.micro_batches(batch):
+                part = take(batch, rows)
+                features = self._features(part)
+                T = features.shape[1]
+                logprobs_BT[rows, :T] = self._scored(part, features).logprobs_BT
+                if exact:
+                    if features_BTH is None:
+                        features_BTH = features.new_zeros(*logprobs_BT.shape, features.shape[2])
+                    features_BTH[rows, :T] = features
+        return replace(batch, reference_logprobs_BT=logprobs_BT, reference_features_BTH=features_BTH)
 
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         return micro_batches(batch, self._section.micro_batch_tokens)
 
-    def token_logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T) float32 log-prob of every completion token at the sampling temperature, and the entropy there (no gradient).
+    def token_logprobs(self, batch: Batch, entropy_gradient: bool = False) -> TokenScores:
+        """Log-probs of all completion tokens at the sampling temperature, the entropy there, and the exact KL if `annotate` prepared it.
 
-        0 behind the end. Logits are made for completion tokens only and in chunks, so (B, T, V) never exists.
+        Logits are made for completion tokens only and in chunks, so (B, T, V) never exists.
         """
-        B, T = batch.completion_ids_BT.shape
-        S = batch.prompt_ids_BS.shape[1]
-        mask_BT = length_mask(batch.completion_lengths_B, T)
+        return self._scored(batch, self._features(batch), entropy_gradient)
+
+    def _features(self, batch: Batch) -> Tensor:
+        """(B, T, H) last hidden states before each completion token, or logits for models with an unusual head."""
+        S, T = batch.prompt_ids_BS.shape[1], batch.completion_ids_BT.shape[1]
         prompt_mask_BS = length_mask(batch.prompt_lengths_B, S).flip(1)  # prompts are padded on the left
         # The last completion token predicts nothing that is scored, so it is not fed.
         ids = torch.cat([batch.prompt_ids_BS, batch.completion_ids_BT[:, :-1]], dim=1)
-        attention = torch.cat([prompt_mask_BS, mask_BT[:, :-1]], dim=1).long()
-        features = self._features(ids, attention)[:, S - 1 :]
-        scored = mask_BT.bool()
-        features_NH, tokens_N = features[scored], batch.completion_ids_BT[scored]
-        rows = max(16, HEAD_CHUNK_ELEMENTS // self.lm.get_output_embeddings().weight.shape[0])
-        chunks = [
-            self._chunk(f, t, recompute=len(tokens_N) > rows) for f, t in zip(features_NH.split(rows), tokens_N.split(rows), strict=True)
-        ]
-        logprobs_BT, entropy_BT = (
-            torch.zeros(B, T, device=self.device).masked_scatter(scored, torch.cat(values)) for values in zip(*chunks, strict=True)
-        )
-        return logprobs_BT, entropy_BT
-
-    def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Last hidden states (the head is applied to the scored positions only), or logits for models with an unusual head."""
+        attention = torch.cat([prompt_mask_BS, length_mask(batch.completion_lengths_B, T)[:, :-1]], dim=1).long()
         inputs = {"input_ids": ids, "attention_mask": attention, "use_cache": False}
         if self.takes_positions:
             inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
         with self._compute():
             if self._head_is_plain:
-                return self.lm.base_model(**inputs).last_hidden_state
-            return self.lm(**inputs).logits
+                return self.lm.base_model(**inputs).last_hidden_state[:, S - 1 :]
+            return self.lm(**inputs).logits[:, S - 1 :]
 
-    def _chunk(self, features_NH: Tensor, tokens_N: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
-        if recompute and torch.is_grad_enabled():
-            return checkpoint(self._score, features_NH, tokens_N, use_reentrant=False)
-        return self._score(features_NH, tokens_N)
+    def _scored(self, batch: Batch, features_BTH: Tensor, entropy_gradient: bool = False) -> TokenScores:
+        B, T = batch.completion_ids_BT.shape
+        scored = length_mask(batch.completion_lengths_B, T).bool()
+        inputs = [features_BTH[scored], batch.completion_ids_BT[scored]]
+        if batch.reference_features_BTH is not None:
+            inputs.append(batch.reference_features_BTH[scored])
+        rows = max(16, HEAD_CHUNK_ELEMENTS // self.lm.get_output_embeddings().weight.shape[0])
+        recompute = len(inputs[0]) > rows and torch.is_grad_enabled()
+        chunks = []
+        for chunk in zip(*(value.split(rows) for value in inputs), strict=True):
+            if recompute:
+                chunks.append(checkpoint(self._score, entropy_gradient, *chunk, use_reentrant=False))
+            else:
+                chunks.append(self._score(entropy_gradient, *chunk))
+        return TokenScores(
+            *(
+                torch.zeros(B, T, device=self.device).masked_scatter(scored, torch.cat(values)) if values[0] is not None else None
+                for values in zip(*chunks, strict=True)
+            )
+        )
 
-    def _score(self, features_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-        if self._head_is_plain:
-            with self._compute():
-                features_NH = self.lm.get_output_embeddings()(features_NH)
-        logprobs_NV = self.next_token_logprobs(features_NH)
-        with torch.no_grad():
+    def _score(self, entropy_gradient: bool, features_NH: Tensor, tokens_N: Tensor, reference_NH: Tensor | None = None):
+        """Log-prob, entropy and (or None) exact KL of N positions."""
+        logprobs_NV = self.next_token_logprobs(self._logits(features_NH))
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            # A token that is never sampled has log-prob -inf and no share.
             entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(dim=1)
-        return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N
+        kl_N = None
+        if reference_NH is not None:
+            with torch.no_grad(), self._as_reference():
+                reference_NV = self.next_token_logprobs(self._logits(reference_NH))
+            kl_N = exact_kl(logprobs_NV, reference_NV)
+        return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N, kl_N
+
+    def _logits(self, features_NH: Tensor) -> Tensor:
+        if not self._head_is_plain:
+            return features_NH
+        with self._compute():
+            return self.lm.get_output_embeddings()(features_NH)
 
     def next_token_logprobs(self, logits_NV: Tensor) -> Tensor:
         """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled."""
@@ -341,6 +376,12 @@ class Policy:
             return
         with self._swapped({self.trainable[name]: tensor for name, tensor in self._frozen.items()}):
             yield
+
+    def sync_reference(self, alpha: float) -> None:
+        """reference <- alpha x policy + (1 - alpha) x reference, weight by weight (TR-DPO, arXiv:2404.09656); needs moving=True."""
+        with torch.no_grad():
+            for name, parameter in self.trainable.items():
+                self._frozen[name].lerp_(parameter.detach(), alpha)
 
     @contextlib.contextmanager
     def sampling(self):
@@ -386,7 +427,7 @@ class Policy:
     def weights(self) -> dict[str, dict[str, Tensor]]:
         """Everything in memory that is not in the files of model.path: trained weights, and the reference's when it has its own."""
         trained = {name: p.detach().cpu() for name, p in self.trainable.items()}
-        own_reference = self._adapted and self._frozen is not None
+        own_reference = self._frozen is not None and (self._adapted or self._moving)
         return {"trained": trained, "reference": {n: t.cpu() for n, t in self._frozen.items()} if own_reference else {}}
 
     def load_weights(self, weights: dict[str, dict[str, Tensor]]) -> None:

@@ -17,12 +17,12 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, word], np.uint64), counter=np.array(high, np.uint64)))
 
 
-def uniforms(seed: int, purpose: str, step: int, P: int, G: int, T: int) -> np.ndarray:
-    """(P, G, T) float32 in [0, 1): the value at [p, g, t] does not depend on P, G or T."""
+def uniforms(seed: int, purpose: str, step: int, P: int, G: int, T: int, first: int = 0) -> np.ndarray:
+    """(P, G, T) float32 in [0, 1): the value at [p, g, t] does not depend on P, G or T. `first` is the number of group 0."""
     table = np.empty((P, G, T), np.float32)
     for p in range(P):
         for g in range(G):
-            generator(seed, purpose, step, p, g).random(out=table[p, g], dtype=np.float32)
+            generator(seed, purpose, step, first + p, g).random(out=table[p, g], dtype=np.float32)
     return table
 
 

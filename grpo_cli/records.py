@@ -89,6 +89,10 @@ class Sample:
         return _TAG["answer"].findall(self.text.rsplit("</think>", 1)[-1])
 
 
+END = -1
+"""The place of a reward for a whole completion: its last token."""
+
+
 @dataclass(frozen=True)
 class Scores:
     rule_PG: dict[str, Tensor]
@@ -97,6 +101,9 @@ class Scores:
     """Weighted sum over the rules that apply."""
     right_PG: Tensor
     """Bool: the accuracy rule gave 1 or above."""
+    steps_B: list[list[tuple[int, float]]]
+    """Weighted step rewards of each completion, groups in order: (end in the text, reward). Process rules give one per step; all
+    outcome rules together are one step at END."""
     not_applicable: dict[str, int]
     """Completions each rule did not apply to."""
 
@@ -111,8 +118,10 @@ class Batch:
     completion_lengths_B: Tensor
     trained_B: Tensor
     """Bool: False takes a completion out of the loss (a masked truncation)."""
-    advantages_B: Tensor
     sampled_logprobs_BT: Tensor
     """Recorded while sampling; 0 behind the end."""
     reference_logprobs_BT: Tensor | None = None
     """Set by `annotate` on steps that measure or penalise the KL."""
+    reference_features_BTH: Tensor | None = None
+    """Set by `annotate` for the exact KL: what the reference's head makes its whole next-token distributions from."""
+    advantages_BT: Tensor | None = None

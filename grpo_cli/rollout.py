@@ -3,6 +3,9 @@
 Knows nothing of rewards. The order of rows, their batching and what finished earlier never change which uniform a token gets.
 """
 
+from bisect import bisect_left
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from transformers import DynamicCache
 from grpo_cli.batch import pad
 from grpo_cli.config import Rollout
 from grpo_cli.policy import Policy
-from grpo_cli.records import Completion, EncodedProblem, Ended, Group
+from grpo_cli.records import END, Completion, EncodedProblem, Ended, Group
 
 DEVICE_CHECK_EVERY = 8
 """Tokens between two looks at which rows have finished, on devices where looking makes the host wait."""
@@ -98,3 +101,11 @@ def _to_groups(policy: Policy, prompts: list[EncodedProblem], G: int, tokens_NT:
         text = policy.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         completions.append(Completion(ids[:length], text, logprobs[:length], Ended.length if length is None else Ended.eos))
     return [Group(prompt, completions[p * G : (p + 1) * G]) for p, prompt in enumerate(prompts)]
+
+
+def token_of(policy: Policy, token_ids: list[int], end: int) -> int:
+    """Number of the token with which the first `end` characters of the completion's text are complete; END is the last token."""
+    if end == END:
+        return len(token_ids) - 1
+    decode = partial(policy.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return bisect_left(range(len(token_ids)), end, key=lambda last: len(decode(token_ids[: last + 1])))

@@ -84,7 +84,7 @@ class Interrupts:
 
 
 class Stopwatch:
-    """Seconds of the parts of one step, in the order they end."""
+    """Seconds of the parts of one step; a part that ends more than once is added up."""
 
     def __init__(self):
         self._started = self._last = time.perf_counter()
@@ -92,7 +92,7 @@ class Stopwatch:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps[name] = now - self._last
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
 
     @property

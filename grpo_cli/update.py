@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from grpo_cli.batch import take
-from grpo_cli.config import Algorithm, Estimator, Kl
+from grpo_cli.config import Algorithm, Anchor, Estimator, Kl, Placement
 from grpo_cli.kl import LOG_RATIO_BOUND, kl_estimate, kl_penalty
-from grpo_cli.losses import clipped_surrogate, is_clipped, length_mask, ratio_to_old, token_weights
+from grpo_cli.losses import importance_ratio, is_clipped, length_mask, surrogate, token_weights
 from grpo_cli.policy import Policy
 from grpo_cli.records import Batch
 
@@ -28,11 +28,15 @@ def improve(
 ) -> Update:
     """algorithm.updates_per_rollout optimizer steps on one batch, each on all of it, summed over micro-batches.
 
-    The log-probs of the sampling policy are those of the first pass itself, made before any weight has moved: no extra forward, and
-    the first ratio is exactly 1. Raises FloatingPointError, before the weights are touched, when the gradient is not finite.
+    The loss is sum_t weight_t (policy part + beta KL - entropy_bonus entropy). The log-probs of the sampling policy are those of the
+    first pass itself, made before any weight has moved: no extra forward, and the first ratio is exactly 1. Raises
+    FloatingPointError, before the weights are touched, when the gradient is not finite.
     """
     T = batch.completion_ids_BT.shape[1]
+    mask_BT = length_mask(batch.completion_lengths_B, T)
     weights_BT = token_weights(batch.completion_lengths_B, batch.trained_B, T, algorithm.aggregation, max_new_tokens)
+    clip = (algorithm.clip, algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip)
+    penalised = beta > 0 and kl.placement is Placement.loss
     parts = policy.micro_batches(batch)
     old_BT, entropy_BT = torch.zeros_like(weights_BT), torch.zeros_like(weights_BT)
     losses, grad_norms, clipped, ratio_max = [], [], [], 1.0
@@ -42,25 +46,27 @@ def improve(
         for rows in parts:
             part = take(batch, rows)
             width = part.completion_ids_BT.shape[1]
-            logprobs_BT, part_entropy_BT = policy.token_logprobs(part)
+            scores = policy.token_logprobs(part, entropy_gradient=algorithm.entropy_bonus > 0)
+            logprobs_BT = scores.logprobs_BT
             if update == 0:
                 old_BT[rows, :width] = logprobs_BT.detach()
-                entropy_BT[rows, :width] = part_entropy_BT
+                entropy_BT[rows, :width] = scores.entropy_BT.detach()
             part_old_BT, part_weights_BT = old_BT[rows, :width], weights_BT[rows, :width]
-            ratio_BT = ratio_to_old(logprobs_BT, part_old_BT)
-            token_loss_BT = clipped_surrogate(ratio_BT, part.advantages_B, algorithm.clip_low, algorithm.clip_high)
-            if beta > 0:
-                token_loss_BT = token_loss_BT + beta * kl_penalty(
-                    logprobs_BT, part_old_BT, part.reference_logprobs_BT, kl.estimator, kl.gradient
-                )
+            ratio_BT = importance_ratio(logprobs_BT, part_old_BT, mask_BT[rows, :width], algorithm.ratio)
+            token_loss_BT = surrogate(ratio_BT, logprobs_BT, part.advantages_BT, *clip)
+            if penalised:
+                anchor_BT = part_old_BT if kl.anchor is Anchor.old else part.reference_logprobs_BT
+                exact = kl.estimator is Estimator.exact
+                estimate_BT = scores.exact_kl_BT if exact else kl_estimate(logprobs_BT, anchor_BT, kl.estimator)
+                token_loss_BT = token_loss_BT + beta * kl_penalty(estimate_BT, logprobs_BT, part_old_BT, kl.gradient)
+            if algorithm.entropy_bonus > 0:
+                token_loss_BT = token_loss_BT - algorithm.entropy_bonus * scores.entropy_BT
             loss = (part_weights_BT * token_loss_BT).sum()
             loss.backward()
             loss_sum += loss.item()
             trained_BT = part_weights_BT > 0
             ratio_max = max(ratio_max, (ratio_BT.detach() * trained_BT).max().item())
-            clipped_sum += (
-                (is_clipped(ratio_BT.detach(), part.advantages_B, algorithm.clip_low, algorithm.clip_high) & trained_BT).sum().item()
-            )
+            clipped_sum += (is_clipped(ratio_BT.detach(), part.advantages_BT, *clip) & trained_BT).sum().item()
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable.values(), grad_clip or math.inf).item()
         if not math.isfinite(grad_norm):
             raise FloatingPointError("the gradient is not finite: try a lower optimizer.lr, optimizer.grad_clip=1 or model.dtype=float32")
@@ -70,7 +76,6 @@ def improve(
         grad_norms.append(grad_norm)
         clipped.append(clipped_sum)
 
-    mask_BT = length_mask(batch.completion_lengths_B, T)
     tokens = mask_BT.sum()
     metrics = {
         "loss": sum(losses) / len(losses),

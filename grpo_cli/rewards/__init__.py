@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from grpo_cli.config import Reward, Rule
-from grpo_cli.records import Group, Sample, Scores
+from grpo_cli.config import Reward, Rule, RuleKind
+from grpo_cli.records import END, Group, Sample, Scores
 from grpo_cli.rewards.rules import NOT_APPLICABLE, RULES, NotApplicable
 
 __all__ = ["NOT_APPLICABLE", "LoadedRule", "NotApplicable", "load_rules", "score"]
@@ -23,9 +23,10 @@ _FLOAT32_MAX = 3.4e38
 
 @dataclass(frozen=True)
 class LoadedRule:
-    function: Callable[..., float | NotApplicable]
+    function: Callable[..., Any]
     weight: float
     args: dict[str, Any]
+    kind: RuleKind
 
 
 def load_rules(section: Reward) -> dict[str, LoadedRule]:
@@ -42,7 +43,7 @@ def _load(key: str, rule: Rule) -> LoadedRule:
     if not callable(function):
         raise ValueError(f"{key}.fn={rule.fn} is a {type(function).__name__}, not a function: name a function of one sample")
     _check_args(key, rule, function)
-    return LoadedRule(function, rule.weight, rule.args)
+    return LoadedRule(function, rule.weight, rule.args, rule.kind)
 
 
 def _imported(key: str, fn: str) -> Any:
@@ -87,47 +88,72 @@ def _check_args(key: str, rule: Rule, function: Callable) -> None:
 
 
 def score(rules: dict[str, LoadedRule], groups: list[Group], accuracy: str) -> Scores:
-    """Judge every completion by every rule; the total is the weighted sum over the rules that apply, 0 where none does."""
+    """Judge every completion by every rule; the total is the weighted sum over the rules that apply, 0 where none does.
+
+    A process rule counts in the total by the mean of its steps.
+    """
     import torch
 
-    raw = {name: [] for name in rules}
-    totals, not_applicable = [], dict.fromkeys(rules, 0)
+    raw: dict[str, list[float]] = {name: [] for name in rules}
+    totals, steps_B, not_applicable = [], [], dict.fromkeys(rules, 0)
     for group in groups:
-        for values in raw.values():
-            values.append([])
-        totals.append([])
         for completion in group.completions:
             sample = Sample(group.encoded.problem, group.encoded.prompt_text, completion.text, len(completion.token_ids), completion.ended)
-            total = 0.0
+            outcome, process, steps, has_outcome = 0.0, 0.0, [], False
             for name, rule in rules.items():
-                value = _call(name, rule, sample)
-                raw[name][-1].append(math.nan if value is None else value)
-                if value is None:
+                judged = _call(name, rule, sample)
+                value = math.nan
+                if not judged:
                     not_applicable[name] += 1
                 else:
-                    total += rule.weight * value
-            if not abs(total) < _FLOAT32_MAX:
-                raise ValueError(f"the weighted rewards add up to {total}, too large a number; {_shown(sample)}: lower the weights")
-            totals[-1].append(total)
-    rule_PG = {name: torch.tensor(values, dtype=torch.float32) for name, values in raw.items()}
-    return Scores(rule_PG, torch.tensor(totals, dtype=torch.float32), rule_PG[accuracy] >= 1, not_applicable)
+                    value = sum(reward for _, reward in judged) / len(judged)
+                    if rule.kind is RuleKind.process:
+                        process += rule.weight * value
+                        steps += [(end, rule.weight * reward) for end, reward in judged]
+                    else:
+                        outcome, has_outcome = outcome + rule.weight * value, has_outcome or rule.weight != 0
+                raw[name].append(value)
+            if not abs(outcome + process) < _FLOAT32_MAX:
+                raise ValueError(
+                    f"the weighted rewards add up to {outcome + process}, too large a number; {_shown(sample)}: lower the weights"
+                )
+            totals.append(outcome + process)
+            steps_B.append([*sorted(steps), *([(END, outcome)] if has_outcome else [])])
+    shape = (len(groups), -1)
+    rule_PG = {name: torch.tensor(values).view(shape) for name, values in raw.items()}
+    return Scores(rule_PG, torch.tensor(totals).view(shape), rule_PG[accuracy] >= 1, steps_B, not_applicable)
 
 
-def _call(name: str, rule: LoadedRule, sample: Sample) -> float | None:
-    """The rule's score, None when it does not apply."""
+def _call(name: str, rule: LoadedRule, sample: Sample) -> list[tuple[int, float]]:
+    """The rule's verdicts as (end in the text, score): one for an outcome, one per step of a process, none when it does not apply."""
     try:
         value = rule.function(sample, **rule.args)
     except Exception as error:  # a user's rule may raise anything; a swallowed error would read as a score
         raise ValueError(f"reward rule {name!r} raised {type(error).__name__}: {error}; {_shown(sample)}") from error
     if value is NOT_APPLICABLE:
-        return None
+        return []
+    if rule.kind is RuleKind.outcome and _is_score(value):
+        return [(END, float(value))]
+    if rule.kind is RuleKind.process and isinstance(value, list) and all(_is_step(step, len(sample.text)) for step in value):
+        return [(end, float(reward)) for end, reward in value]
+    wanted = (
+        "one finite number"
+        if rule.kind is RuleKind.outcome
+        else "a list of (end, number) pairs, end being a position in the text, and its kind is process"
+    )
+    raise ValueError(
+        f"reward rule {name!r} returned {_cut(repr(value))} ({type(value).__name__}); a rule returns {wanted}, or "
+        f"grpo_cli.rewards.NOT_APPLICABLE; {_shown(sample)}"
+    )
+
+
+def _is_score(value: Any) -> bool:
     # `abs(value) < max` is false for NaN and infinity, and exact for integers beyond float
-    if not isinstance(value, Real) or not abs(value) < _FLOAT32_MAX:
-        raise ValueError(
-            f"reward rule {name!r} returned {_cut(repr(value))} ({type(value).__name__}); a rule returns one finite number, or "
-            f"grpo_cli.rewards.NOT_APPLICABLE; {_shown(sample)}"
-        )
-    return float(value)
+    return isinstance(value, Real) and abs(value) < _FLOAT32_MAX
+
+
+def _is_step(step: Any, length: int) -> bool:
+    return isinstance(step, tuple) and len(step) == 2 and isinstance(step[0], int) and 0 < step[0] <= length and _is_score(step[1])
 
 
 def _shown(sample: Sample) -> str:

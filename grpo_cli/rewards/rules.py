@@ -92,5 +92,26 @@ def r1_format(sample: Sample) -> float:
     return 1.0 if match and match[1].strip() and match[2].strip() else 0.0
 
 
-RULES = {"numeric": numeric, "r1_format": r1_format}
+_SUM = re.compile(r"([0-9]+(?:\+[0-9]+)+)=([0-9]+)")
+
+
+def working_steps(sample: Sample) -> list[tuple[int, float]] | NotApplicable:
+    """Process rule: every sum in the thought is a step, worth 1.0 when it is true: "7+5=12 6+1+1=9" gives [(6, 1.0), (14, 0.0)].
+
+    Not applicable to a completion without a sum before </think>.
+    """
+    steps = []
+    for match in _SUM.finditer(sample.text.split("</think>", 1)[0]):
+        terms, total = match.groups()
+        steps.append((match.end(), float(sum(map(int, terms.split("+"))) == int(total))))
+    return steps or NOT_APPLICABLE
+
+
+def overlong(sample: Sample, max_tokens: int, buffer: int) -> float:
+    """0 up to max_tokens - buffer tokens, then falling in a line to -1 at max_tokens (DAPO's soft punishment, arXiv:2503.14476 eq. 13)."""
+    excess = sample.tokens - (max_tokens - buffer)
+    return -min(1.0, max(0.0, excess / buffer))
+
+
+RULES = {"numeric": numeric, "r1_format": r1_format, "working_steps": working_steps, "overlong": overlong}
 """The names that reward.rules.NAME.fn takes beside package.module:function."""

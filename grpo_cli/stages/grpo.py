@@ -2,23 +2,23 @@
 
 import shlex
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 
 from grpo_cli import checkpoint, runfolder
-from grpo_cli.advantages import group_relative
+from grpo_cli.advantages import assign
 from grpo_cli.batch import collate, to_device
-from grpo_cli.config import GrpoRun, KlSchedule
+from grpo_cli.collect import Collected, collect
+from grpo_cli.config import Advantage, Estimator, GrpoRun, KlSchedule
+from grpo_cli.curriculum import Curriculum, load_pass_rates
 from grpo_cli.data import load_problems
 from grpo_cli.evaluation import evaluate
 from grpo_cli.kl import BetaSchedule
 from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
 from grpo_cli.optim import build_optimizer
 from grpo_cli.policy import Policy, load_policy
-from grpo_cli.randomness import permutation, uniforms
-from grpo_cli.records import EncodedProblem, Problem
-from grpo_cli.rewards import load_rules, score
-from grpo_cli.rollout import sample
+from grpo_cli.records import EncodedProblem, Group, Problem
+from grpo_cli.rewards import load_rules
+from grpo_cli.rollout import token_of
 from grpo_cli.runtime import Interrupts, Stopwatch, peak_memory_gib, pick_device, script, use_threads
 from grpo_cli.tracking import Tracker, announce
 from grpo_cli.update import improve
@@ -29,8 +29,6 @@ class Progress:
     """What a checkpoint keeps of the loop itself."""
 
     step: int = 0
-    cursor: int = 0
-    """Prompts drawn so far; the order is a function of (seed, cursor)."""
     tokens: int = 0
     seconds: float = 0.0
     evaluations: dict[str, dict] = field(default_factory=dict)
@@ -38,10 +36,12 @@ class Progress:
     since_best: int = 0
     wandb_id: str | None = None
     beta: dict = field(default_factory=dict)
+    cursor: int = 0
+    pass_rates: dict[str, dict] = field(default_factory=dict)
+    """The state of the curriculum."""
 
-    def note_step(self, prompts: int, tokens: int, seconds: float) -> None:
+    def note_step(self, tokens: int, seconds: float) -> None:
         self.step += 1
-        self.cursor += prompts
         self.tokens += tokens
         self.seconds += seconds
 
@@ -68,19 +68,23 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
     folder.update(device=str(device))
 
     rules = load_rules(cfg.reward)
+    weights = {name: rule.weight for name, rule in rules.items()}
     train_problems, heldout_problems, notes = load_problems(cfg.data)
     announce(f"loading {cfg.model.path} on {device}")
-    policy = load_policy(cfg.model, device, cfg.seed, cfg.rollout.temperature)
+    policy = load_policy(cfg.model, device, cfg.seed, cfg.rollout.temperature, moving=cfg.kl.sync_every is not None)
     prompts = _encode(policy, train_problems, cfg, "training", notes)
     heldout = _encode(policy, heldout_problems, cfg, "held-out", notes)
     optimizer, lr_schedule = build_optimizer(policy.trainable.values(), cfg.optimizer, cfg.steps * cfg.algorithm.updates_per_rollout)
     beta_schedule = BetaSchedule(cfg.kl, cfg.steps)
+    known = load_pass_rates(cfg.data.difficulty_map) if cfg.data.difficulty_map else {}
+    curriculum = Curriculum([p.problem.id for p in prompts], cfg.seed, cfg.data.difficulty, cfg.data.revisit, known)
 
     progress = Progress()
     found = checkpoint.newest(folder.path)
     if found is not None:
         progress = Progress(**checkpoint.load(found, policy, optimizer, lr_schedule))
         beta_schedule.load_state(progress.beta)
+        curriculum.cursor, curriculum.pass_rates = progress.cursor, progress.pass_rates
         notes.append(f"resumed from {found.name}: {cfg.steps - progress.step} of {cfg.steps} steps to go")
     tracker = Tracker(
         folder.path,
@@ -114,6 +118,8 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
 
     def save() -> None:
         progress.beta = beta_schedule.state()
+        progress.cursor, progress.pass_rates = curriculum.cursor, curriculum.pass_rates
+        runfolder.write_json(folder.path / "difficulty.json", curriculum.pass_rates)
         best_step = progress.evaluations["best"]["step"]
         checkpoint.save(folder.path, progress.step, policy, optimizer, lr_schedule, vars(progress), cfg.keep_checkpoints, best_step)
 
@@ -126,23 +132,38 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
 
         while (outcome := _outcome(progress, cfg, interrupts)) is None:
             step, clock = progress.step + 1, Stopwatch()
-            drawn = [prompts[i] for i in _draw(cfg.seed, progress.cursor, P, len(prompts))]
-            groups = sample(policy, drawn, G, cfg.rollout, uniforms(cfg.seed, "rollout", step, P, G, T))
-            clock.lap("rollout")
-            scores = score(rules, groups, cfg.reward.accuracy)
-            clock.lap("reward")
-            advantages_PG = group_relative(scores.total_PG, cfg.algorithm.advantage, cfg.algorithm.std)
-            batch = to_device(collate(groups, advantages_PG, policy.pad_id, cfg.algorithm.truncated), device)
+            got = collect(
+                policy,
+                prompts,
+                curriculum,
+                rules,
+                cfg.reward.accuracy,
+                cfg.rollout,
+                P,
+                G,
+                cfg.algorithm.resample_tries,
+                cfg.seed,
+                step,
+                clock,
+            )
+            if not got.groups:
+                outcome = "stopped", _no_signal(got, cfg, step)
+                break
+            groups, scores = got.groups, got.scores
+            batch = to_device(collate(groups, policy.pad_id, cfg.algorithm.truncated), device)
             beta, lr = beta_schedule.at(step), lr_schedule.get_last_lr()[0]
-            batch = policy.annotate(batch, reference=beta > 0 or _measures_kl(step, cfg))
+            batch = policy.annotate(batch, beta > 0 or _measures_kl(step, cfg), exact=beta > 0 and cfg.kl.estimator is Estimator.exact)
+            steps_B = _step_tokens(policy, groups, scores.steps_B) if cfg.algorithm.advantage is Advantage.process else []
+            batch.advantages_BT = assign(scores, weights, steps_B, batch, beta, cfg.algorithm, cfg.kl)
             update = improve(policy, optimizer, lr_schedule, batch, beta, cfg.algorithm, cfg.kl, cfg.optimizer.grad_clip, T)
             beta_schedule.observe(update.kl_B)
+            if cfg.kl.sync_every and step % cfg.kl.sync_every == 0:
+                policy.sync_reference(cfg.kl.sync_alpha)
             clock.lap("update")
 
-            tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
-            progress.note_step(P, tokens, clock.total)
-            metrics = rollout_metrics(groups, scores, cfg.algorithm.std) | update.metrics | {"kl/beta": beta, "optim/lr": lr}
-            metrics |= clock.metrics() | {"speed/tokens_per_s": tokens / clock.total, "memory/peak_gib": peak_memory_gib(device)}
+            progress.note_step(got.tokens, clock.total)
+            metrics = rollout_metrics(groups, scores, cfg.algorithm.std) | got.metrics | update.metrics | {"kl/beta": beta, "optim/lr": lr}
+            metrics |= clock.metrics() | {"speed/tokens_per_s": got.tokens / clock.total, "memory/peak_gib": peak_memory_gib(device)}
             tracker.step(step, metrics, group_rows(step, groups, scores, update.kl_B, cfg.algorithm.std))
             if step % cfg.sample_every == 0 or step == 1:
                 tracker.samples(step, sample_rows(step, groups, scores))
@@ -172,14 +193,19 @@ def _encode(policy: Policy, problems: list[Problem], cfg: GrpoRun, which: str, n
     return encoded
 
 
-@lru_cache(maxsize=4)
-def _epoch(seed: int, epoch: int, n: int) -> list[int]:
-    return permutation(seed, "order", epoch, n).tolist()
+def _step_tokens(policy: Policy, groups: list[Group], steps_B: list[list[tuple[int, float]]]) -> list[list[tuple[int, float]]]:
+    """Step rewards by the token they end with instead of their place in the text."""
+    completions = [c for group in groups for c in group.completions]
+    return [[(token_of(policy, c.token_ids, end), reward) for end, reward in steps] for c, steps in zip(completions, steps_B, strict=True)]
 
 
-def _draw(seed: int, cursor: int, count: int, n: int) -> list[int]:
-    """Numbers of the next `count` problems: every problem once per epoch, each epoch in its own order."""
-    return [_epoch(seed, i // n, n)[i % n] for i in range(cursor, cursor + count)]
+def _no_signal(got: Collected, cfg: GrpoRun, step: int) -> str:
+    right, wrong = got.metrics["group/dropped_all_right"], got.metrics["group/dropped_all_wrong"]
+    return (
+        f"dynamic sampling found no group of mixed accuracy in {got.metrics['group/rollouts']} rollouts of step {step} ({right} all right, "
+        f"{wrong} all wrong): the problems are too {'easy' if right > wrong else 'hard'} for this policy: try other data, "
+        f"'data.difficulty=[0.2,0.8]', or algorithm.resample_tries=0"
+    )
 
 
 def _measures_kl(step: int, cfg: GrpoRun) -> bool:

@@ -1,0 +1,78 @@
+"""Which problems a run trains on: every one once per epoch, or those of a band of difficulty.
+
+The pass rates that a run measures are kept per problem and can be handed to a later run. Knows nothing of models or rewards.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+from grpo_cli.randomness import generator, permutation
+
+MEMORY = 0.5
+"""Weight of the newest group in a problem's pass rate: the policy moves, so old groups fade."""
+
+LOOKS_PER_PROMPT = 64
+"""Problems looked at for one that lies in the band; then the last one looked at is taken all the same."""
+
+
+def load_pass_rates(path: str) -> dict[str, dict]:
+    """The map in an earlier run's difficulty.json. ValueError says what is wrong with the file."""
+    file = Path(path).expanduser()
+    file = file / "difficulty.json" if file.is_dir() else file
+    try:
+        rates = json.loads(file.read_text(encoding="utf-8"))
+        assert all(0 <= entry["rate"] <= 1 for entry in rates.values())
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, AssertionError) as error:
+        raise ValueError(
+            f"data.difficulty_map={path}: not the difficulty.json of a run ({error!r}): try data.difficulty_map=RUN_FOLDER"
+        ) from error
+    return rates
+
+
+class Curriculum:
+    """Draws problems and remembers how often each was solved. Its state is (cursor, pass rates)."""
+
+    def __init__(self, ids: list[str], seed: int, band: list[float] | None, revisit: float, pass_rates: dict[str, dict]):
+        self._ids, self._seed, self._band, self._revisit = ids, seed, band, revisit
+        self.cursor = 0
+        """Problems looked at so far; the order is a function of (seed, cursor)."""
+        self.pass_rates = dict(pass_rates)
+        self.passed_over = 0
+        """Problems that the last draw left out."""
+
+    def draw(self, count: int) -> list[int]:
+        """Numbers of the next problems."""
+        drawn, start = [], self.cursor
+        while len(drawn) < count:
+            drawn.append(self._next())
+        self.passed_over = self.cursor - start - count
+        return drawn
+
+    def _next(self) -> int:
+        for look in range(LOOKS_PER_PROMPT):
+            place, self.cursor = self.cursor, self.cursor + 1
+            number = _epoch(self._seed, place // len(self._ids), len(self._ids))[place % len(self._ids)]
+            if self._wanted(number, place) or look == LOOKS_PER_PROMPT - 1:
+                return number
+        raise AssertionError
+
+    def _wanted(self, number: int, place: int) -> bool:
+        known = self.pass_rates.get(self._ids[number])
+        if self._band is None or known is None or self._band[0] <= known["rate"] <= self._band[1]:
+            return True
+        return generator(self._seed, "revisit", place).random() < self._revisit
+
+    def note(self, problem_id: str, right: int, tried: int, step: int) -> None:
+        """Remember a group: `right` of `tried` completions solved the problem."""
+        rate = right / tried
+        known = self.pass_rates.get(problem_id)
+        if known is not None:
+            rate = MEMORY * rate + (1 - MEMORY) * known["rate"]
+        tried += known["tried"] if known else 0
+        self.pass_rates[problem_id] = {"rate": rate, "tried": tried, "step": step}
+
+
+@lru_cache(maxsize=4)
+def _epoch(seed: int, epoch: int, n: int) -> list[int]:
+    return permutation(seed, "order", epoch, n).tolist()
