@@ -4,7 +4,27 @@ from pathlib import Path
 
 import torch
 
-from grpo_cli.config import Dtype, Lora, Model, Rollout, RolloutName
+from grpo_cli.config import (
+    Advantage,
+    Aggregation,
+    Algorithm,
+    Anchor,
+    Clip,
+    Combine,
+    Dtype,
+    Estimator,
+    Kl,
+    KlGradient,
+    KlSchedule,
+    Lora,
+    Model,
+    Placement,
+    Ratio,
+    Rollout,
+    RolloutName,
+    Std,
+    Truncated,
+)
 from grpo_cli.records import EncodedProblem, Problem
 
 CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz<>/"
@@ -56,6 +76,48 @@ def model_section(path, lora: Lora | None = Lora(4, 8, "default", None), **chang
 
 def rollout_section(temperature: float = 1.0, max_new_tokens: int = 12, rows_at_once: int = 64) -> Rollout:
     return Rollout(RolloutName.native, temperature, max_new_tokens, rows_at_once)
+
+
+def algorithm_section(**changes) -> Algorithm:
+    """GRPO, on-policy, but for the changes."""
+    values = {
+        "advantage": Advantage.group_std,
+        "std": Std.sample,
+        "combine": Combine.weigh_first,
+        "ratio": Ratio.token,
+        "clip": Clip.ppo,
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": Aggregation.sequence_mean,
+        "updates_per_rollout": 1,
+        "truncated": Truncated.keep,
+        "entropy_bonus": 0.0,
+        "resample_tries": 0,
+    }
+    return Algorithm(**values | changes)
+
+
+def kl_section(**changes) -> Kl:
+    """A constant beta on k3 in the loss, but for the changes."""
+    values = {
+        "schedule": KlSchedule.constant,
+        "beta": 0.04,
+        "warmup_steps": 0,
+        "end_beta": None,
+        "target": None,
+        "gain": 0.1,
+        "min_beta": 1e-4,
+        "max_beta": 10.0,
+        "estimator": Estimator.k3,
+        "anchor": Anchor.reference,
+        "placement": Placement.loss,
+        "gradient": KlGradient.plain,
+        "measure_every": 5,
+        "sync_every": None,
+        "sync_alpha": 1.0,
+    }
+    return Kl(**values | changes)
 
 
 def encoded(policy, *questions: str) -> list[EncodedProblem]:

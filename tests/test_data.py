@@ -32,6 +32,9 @@ def section(source=Source.rows, path=None, limits=(None, None), eval_path=None, 
         "numeric": True,
         "bad_gold": BadGold.refuse,
         "max_prompt_tokens": 512,
+        "difficulty": None,
+        "difficulty_map": None,
+        "revisit": 0.1,
         "prompt": Prompt(template, False, None, []),
     }
     return Data(**values | changes)

@@ -18,8 +18,8 @@ def log_probs(folder, device: str, dtype: Dtype):
     policy = load_policy(model_section(folder, dtype=dtype), torch.device(device), seed=1, temperature=1.0)
     prompts = encoded(policy, "1+1=", "a longer prompt 22+33=")
     groups = sample(policy, prompts, 4, rollout_section(), uniforms(1, "rollout", 1, 2, 4, 12))
-    batch = to_device(collate(groups, torch.zeros(2, 4), policy.pad_id, Truncated.keep), policy.device)
-    scored_BT, _ = policy.token_logprobs(batch)
+    batch = to_device(collate(groups, policy.pad_id, Truncated.keep), policy.device)
+    scored_BT = policy.token_logprobs(batch).logprobs_BT
     return groups, (scored_BT - batch.sampled_logprobs_BT).abs().max().item()
 
 
@@ -39,8 +39,8 @@ def test_bfloat16_training_keeps_its_weights_and_gradients_in_float32(model_fold
     section = model_section(model_folder, **{"lora": Lora(4, 8, "default", None), "dtype": Dtype.auto} | changes)
     policy = load_policy(section, torch.device("cuda"), seed=1, temperature=1.0)
     groups = sample(policy, encoded(policy, "1+1="), 4, rollout_section(), uniforms(1, "rollout", 1, 1, 4, 12))
-    batch = to_device(collate(groups, torch.zeros(1, 4), policy.pad_id, Truncated.keep), policy.device)
-    policy.token_logprobs(batch)[0].sum().backward()
+    batch = to_device(collate(groups, policy.pad_id, Truncated.keep), policy.device)
+    policy.token_logprobs(batch).logprobs_BT.sum().backward()
     assert all(p.dtype is torch.float32 and torch.isfinite(p.grad).all() for p in policy.trainable.values())
 
 

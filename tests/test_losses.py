@@ -3,14 +3,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_cli.config import Aggregation
-from grpo_cli.losses import clipped_surrogate, is_clipped, length_mask, ratio_to_old, token_weights
+from grpo_cli.config import Aggregation, Clip, Ratio
+from grpo_cli.losses import importance_ratio, is_clipped, length_mask, ppo_clip, token_weights
 
 
 def surrogate_value(lengths, advantages, aggregation, T=6, limit=10):
     lengths_B, trained_B = torch.tensor(lengths), torch.ones(len(lengths), dtype=torch.bool)
     weights_BT = token_weights(lengths_B, trained_B, T, aggregation, limit)
-    loss_BT = clipped_surrogate(torch.ones(len(lengths), T), torch.tensor(advantages), 0.2, 0.2)
+    loss_BT = ppo_clip(torch.ones(len(lengths), T), torch.tensor(advantages)[:, None], 0.2, 0.2)
     return (weights_BT * loss_BT).sum().item()
 
 
@@ -49,23 +49,23 @@ def test_mask_comes_from_lengths_so_the_end_token_counts():
 def test_clip_by_hand():
     # Ratios 0.5, 1, 1.5 at clip 0.2 / 0.3. A = +1: min(w, clipped) = 0.5, 1, 1.3. A = -1: -max(w, clipped) = -0.8, -1, -1.5.
     ratio = torch.tensor([[0.5, 1.0, 1.5]] * 2)
-    advantages = torch.tensor([1.0, -1.0])
-    loss = clipped_surrogate(ratio, advantages, 0.2, 0.3)
+    advantages = torch.tensor([[1.0], [-1.0]])
+    loss = ppo_clip(ratio, advantages, 0.2, 0.3)
     assert loss.tolist() == [pytest.approx([-0.5, -1.0, -1.3]), pytest.approx([0.8, 1.0, 1.5])]
-    assert is_clipped(ratio, advantages, 0.2, 0.3).tolist() == [[False, False, True], [True, False, False]]
+    assert is_clipped(ratio, advantages, Clip.ppo, 0.2, 0.3, None).tolist() == [[False, False, True], [True, False, False]]
 
 
 def test_clipped_tokens_have_no_gradient_and_the_rest_that_of_the_policy_gradient():
     # d/dlogp of -w A is -w A: at w = 1, A = 2 it is -2; at w = 1.5 > 1.2 it is 0.
     logp = torch.tensor([[0.0, 0.405465]], requires_grad=True)
-    clipped_surrogate(ratio_to_old(logp, torch.zeros(1, 2)), torch.tensor([2.0]), 0.2, 0.2).sum().backward()
+    ppo_clip(importance_ratio(logp, torch.zeros(1, 2), torch.ones(1, 2), Ratio.token), torch.tensor([[2.0]]), 0.2, 0.2).sum().backward()
     assert logp.grad.tolist() == [pytest.approx([-2.0, 0.0])]
 
 
 def test_ratio_is_exactly_one_for_equal_log_probs_and_finite_for_far_ones():
     logp = torch.tensor([[-3.3, -0.1, 500.0]])
-    assert ratio_to_old(logp, torch.tensor([[-3.3, -0.1, 0.0]]))[0, :2].tolist() == [1.0, 1.0]
-    assert torch.isfinite(ratio_to_old(logp, torch.zeros(1, 3))).all()
+    assert importance_ratio(logp, torch.tensor([[-3.3, -0.1, 0.0]]), torch.ones(1, 3), Ratio.token)[0, :2].tolist() == [1.0, 1.0]
+    assert torch.isfinite(importance_ratio(logp, torch.zeros(1, 3), torch.ones(1, 3), Ratio.token)).all()
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 5), st.sampled_from(list(Aggregation)))

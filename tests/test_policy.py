@@ -23,15 +23,15 @@ def policy_for(folder, **changes):
 def rolled_out(policy, *questions, G=2):
     prompts = encoded(policy, *questions)
     groups = sample(policy, prompts, G, rollout_section(), uniforms(1, "rollout", 1, len(prompts), G, 12))
-    return collate(groups, torch.randn(len(prompts), G), policy.pad_id, Truncated.keep)
+    return collate(groups, policy.pad_id, Truncated.keep)
 
 
 def test_log_probs_of_a_short_prompt_do_not_depend_on_its_neighbours(model_folder):
     policy = policy_for(model_folder)
     batch = rolled_out(policy, "1=", "thirty characters of prompt 22=")
     with torch.no_grad():
-        together, _ = policy.token_logprobs(batch)
-        alone, _ = policy.token_logprobs(take(batch, torch.tensor([0])))
+        together = policy.token_logprobs(batch).logprobs_BT
+        alone = policy.token_logprobs(take(batch, torch.tensor([0]))).logprobs_BT
     assert torch.allclose(together[:1, : alone.shape[1]], alone, atol=1e-5)
 
 
@@ -40,7 +40,7 @@ def test_log_probs_and_entropy_are_those_of_a_plain_forward(model_folder):
     shake(policy)
     prompt, completion = [1, 5, 9, 12], [7, 8, 2]
     group = Group(EncodedProblem(Problem("p", "", ""), prompt, ""), [Completion(completion, "", [0.0] * 3, Ended.eos)])
-    logp, entropy = policy.token_logprobs(collate([group], torch.zeros(1, 1), 0, Truncated.keep))
+    logp, entropy, _ = policy.token_logprobs(collate([group], 0, Truncated.keep))
     logits = policy.model(input_ids=torch.tensor([prompt + completion])).logits[0, 3:6].float()
     logits[:, policy._forbidden] = -torch.inf
     expected = torch.log_softmax(logits, 1)
@@ -53,13 +53,13 @@ def test_log_probs_and_entropy_are_those_of_a_plain_forward(model_folder):
 def test_reference_equals_the_start_and_stays_there(model_folder, lora):
     policy = policy_for(model_folder, lora=lora)
     batch = rolled_out(policy, "1+1=", "22+22=")
-    start, _ = policy.token_logprobs(batch)
+    start = policy.token_logprobs(batch).logprobs_BT
     assert torch.equal(policy.annotate(batch, True).reference_logprobs_BT, start.detach())
     shake(policy)
-    moved, _ = policy.token_logprobs(batch)
+    moved = policy.token_logprobs(batch).logprobs_BT
     assert not torch.allclose(moved, start, atol=1e-2)
     assert torch.allclose(policy.annotate(batch, True).reference_logprobs_BT, start.detach(), atol=1e-5)
-    assert torch.equal(policy.token_logprobs(batch)[0], moved)
+    assert torch.equal(policy.token_logprobs(batch).logprobs_BT, moved)
 
 
 def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference(model_folder, tmp_path):
@@ -68,16 +68,16 @@ def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference(mod
     trained.save(tmp_path / "adapter")
     policy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path / "adapter")))
     batch = rolled_out(policy, "1+1=")
-    here, _ = policy.token_logprobs(batch)
+    here = policy.token_logprobs(batch).logprobs_BT
     assert torch.equal(policy.annotate(batch, True).reference_logprobs_BT, here.detach())
     with torch.no_grad():
-        assert torch.allclose(trained.token_logprobs(batch)[0], here, atol=1e-5)
-    base, _ = policy_for(model_folder).token_logprobs(batch)
+        assert torch.allclose(trained.token_logprobs(batch).logprobs_BT, here, atol=1e-5)
+    base = policy_for(model_folder).token_logprobs(batch).logprobs_BT
     assert not torch.allclose(base, here, atol=1e-2)
     copy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path / "adapter")))
     shake(policy)
     copy.load_weights(policy.weights())
-    assert torch.equal(copy.token_logprobs(batch)[0], policy.token_logprobs(batch)[0])
+    assert torch.equal(copy.token_logprobs(batch).logprobs_BT, policy.token_logprobs(batch).logprobs_BT)
     assert torch.equal(copy.annotate(batch, True).reference_logprobs_BT, here.detach())
 
 
@@ -117,7 +117,7 @@ def test_dropout_saved_in_an_adapter_is_switched_off(model_folder, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.3}))
     policy = policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path)), gradient_checkpointing=True)
     batch = rolled_out(policy, "1+1=")
-    assert torch.equal(policy.token_logprobs(batch)[0], policy.token_logprobs(batch)[0])
+    assert torch.equal(policy.token_logprobs(batch).logprobs_BT, policy.token_logprobs(batch).logprobs_BT)
 
 
 @pytest.mark.parametrize("lora", [Lora(4, 8, "default", None), None])
@@ -126,7 +126,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(model_folder, lora):
     for checkpointing in (False, True):
         policy = policy_for(model_folder, lora=lora, gradient_checkpointing=checkpointing)
         shake(policy)
-        policy.token_logprobs(rolled_out(policy, "1+1="))[0].sum().backward()
+        policy.token_logprobs(rolled_out(policy, "1+1=")).logprobs_BT.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.trainable.values()]))
     assert gradients[0].norm() > 0
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[0].norm()
@@ -137,7 +137,7 @@ def test_chunking_the_head_changes_neither_log_probs_nor_gradient(model_folder, 
     for elements in (2**24, 1):
         monkeypatch.setattr("grpo_cli.policy.HEAD_CHUNK_ELEMENTS", elements)
         policy = policy_for(model_folder, lora=None)
-        logp, _ = policy.token_logprobs(rolled_out(policy, "1+1=", "22+22=", G=4))
+        logp = policy.token_logprobs(rolled_out(policy, "1+1=", "22+22=", G=4)).logprobs_BT
         logp.sum().backward()
         results.append((logp.detach(), torch.cat([p.grad.flatten() for p in policy.trainable.values()])))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
@@ -155,7 +155,7 @@ def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
         "prompt = encoded(policy, '1+1=')[0]\n"
         "group = Group(prompt, [Completion([5] * 256, '', [0.0] * 256, Ended.length)] * 8)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "policy.token_logprobs(collate([group], torch.zeros(1, 8), 0, Truncated.keep))[0].sum().backward()\n"
+        "policy.token_logprobs(collate([group], 0, Truncated.keep)).logprobs_BT.sum().backward()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True, check=True).stdout
@@ -169,7 +169,7 @@ def test_bfloat16_logits_are_scored_in_float32(tmp_path):
     batch = rolled_out(exact, "1+1=", "22+22=")
     rounded = policy_for(folder, dtype=Dtype.bfloat16)
     with torch.no_grad():
-        gap = (exact.token_logprobs(batch)[0] - rounded.token_logprobs(batch)[0]).abs()
+        gap = (exact.token_logprobs(batch).logprobs_BT - rounded.token_logprobs(batch).logprobs_BT).abs()
     assert rounded.model.get_input_embeddings().weight.dtype is torch.bfloat16
     assert all(p.dtype is torch.float32 for p in rounded.trainable.values())
     assert gap.max().item() < 0.05

@@ -64,9 +64,9 @@ def test_recorded_log_probs_are_those_of_the_training_forward_at_any_temperature
         shake(policy)
         prompts = encoded(policy, "1+1=", "a much longer prompt than that 5+5=")
         groups = sample(policy, prompts, 4, rollout_section(temperature), uniforms(1, "rollout", 1, 2, 4, 12))
-        batch = collate(groups, torch.zeros(2, 4), policy.pad_id, Truncated.keep)
+        batch = collate(groups, policy.pad_id, Truncated.keep)
         with torch.no_grad():
-            scored_BT, _ = policy.token_logprobs(batch)
+            scored_BT = policy.token_logprobs(batch).logprobs_BT
         assert (scored_BT - batch.sampled_logprobs_BT).abs().max().item() < 1e-4
 
 

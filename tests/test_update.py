@@ -1,25 +1,13 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from models import encoded, model_section, rollout_section, shake
+from models import algorithm_section, encoded, kl_section, model_section, rollout_section, shake
 
-from grpo_cli.advantages import group_relative
+from grpo_cli.advantages import outcome_advantages
 from grpo_cli.batch import collate
-from grpo_cli.config import (
-    Advantage,
-    Aggregation,
-    Algorithm,
-    Estimator,
-    Kl,
-    KlGradient,
-    KlSchedule,
-    LrSchedule,
-    Optimizer,
-    OptimizerName,
-    Std,
-    Truncated,
-)
+from grpo_cli.config import Advantage, Aggregation, LrSchedule, Optimizer, OptimizerName, Std, Truncated
 from grpo_cli.optim import build_optimizer, lr_factor
 from grpo_cli.policy import load_policy
 from grpo_cli.randomness import uniforms
@@ -27,17 +15,14 @@ from grpo_cli.rollout import sample
 from grpo_cli.update import improve
 
 
-def algorithm(updates=1, aggregation=Aggregation.sequence_mean, truncated=Truncated.keep):
-    return Algorithm(Advantage.group_std, Std.sample, 0.2, 0.2, aggregation, updates, truncated)
-
-
-def kl_section(gradient=KlGradient.plain):
-    return Kl(KlSchedule.constant, 0.04, None, None, 0.1, 1e-4, 10.0, Estimator.k3, gradient, 5)
-
-
 def optimizer_section(lr=0.01, schedule=LrSchedule.constant, warmup_steps=0, **changes):
     values = {"betas": [0.9, 0.95], "momentum": 0.0, "weight_decay": 0.0, "grad_clip": 1.0, "final_lr_frac": 0.1} | changes
     return Optimizer(OptimizerName.adamw, lr, schedule=schedule, warmup_steps=warmup_steps, **values)
+
+
+def with_advantages(batch, advantages_PG):
+    """The batch with each completion's advantage on all of its tokens."""
+    return replace(batch, advantages_BT=advantages_PG.reshape(-1, 1).expand(batch.completion_ids_BT.shape))
 
 
 def set_up(model_folder, budget=4096, advantages_PG=None, truncated=Truncated.keep, limit=12, shaken=True):
@@ -48,7 +33,7 @@ def set_up(model_folder, budget=4096, advantages_PG=None, truncated=Truncated.ke
     groups = sample(policy, prompts, 4, rollout_section(max_new_tokens=limit), uniforms(1, "rollout", 1, 3, 4, limit))
     if advantages_PG is None:
         advantages_PG = torch.tensor([[1.0, -1.0, 0.5, -0.5], [1.5, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0]])
-    batch = collate(groups, advantages_PG, policy.pad_id, truncated)
+    batch = with_advantages(collate(groups, policy.pad_id, truncated), advantages_PG)
     optimizer, schedule = build_optimizer(policy.trainable.values(), optimizer_section(), 10)
     return policy, optimizer, schedule, policy.annotate(batch, reference=True)
 
@@ -62,7 +47,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_gradient(model_folder, a
     whole = None
     for budget in (100_000, 120, 40, 1):
         policy, optimizer, schedule, batch = set_up(model_folder, budget)
-        improve(policy, optimizer, schedule, batch, 0.04, algorithm(aggregation=aggregation), kl_section(), 0.0, 12)
+        improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(aggregation=aggregation), kl_section(), 0.0, 12)
         if whole is None:
             whole = gradients(policy)
         for a, b in zip(gradients(policy), whole, strict=True):
@@ -72,7 +57,7 @@ def test_the_cut_into_micro_batches_does_not_change_the_gradient(model_folder, a
 def test_the_gradient_is_that_of_the_plain_equation(model_folder):
     # The whole objective written out on one padded batch, against what improve leaves in .grad.
     policy, optimizer, schedule, batch = set_up(model_folder)
-    logp_BT, _ = policy.token_logprobs(batch)
+    logp_BT = policy.token_logprobs(batch).logprobs_BT
     ref_BT, lengths = batch.reference_logprobs_BT, batch.completion_lengths_B
     total = 0.0
     for i in range(12):
@@ -80,9 +65,9 @@ def test_the_gradient_is_that_of_the_plain_equation(model_folder):
         logp, ref = logp_BT[i, :n], ref_BT[i, :n]
         ratio = (logp - logp.detach()).exp()
         k3 = (ref - logp).exp() - (ref - logp) - 1
-        total = total + (-(ratio * batch.advantages_B[i]) + 0.04 * k3).mean() / 12
+        total = total + (-(ratio * batch.advantages_BT[i, :n]) + 0.04 * k3).mean() / 12
     expected = torch.autograd.grad(total, list(policy.trainable.values()))
-    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm(), kl_section(), 0.0, 12)
+    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 0.0, 12)
     for a, b in zip(gradients(policy), expected, strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm() + 1e-9
     assert update.metrics["loss"] == pytest.approx(total.item(), abs=1e-6)
@@ -90,24 +75,24 @@ def test_the_gradient_is_that_of_the_plain_equation(model_folder):
 
 def test_on_policy_the_ratio_is_exactly_one_and_nothing_is_clipped(model_folder):
     policy, optimizer, schedule, batch = set_up(model_folder)
-    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm(), kl_section(), 1.0, 12).metrics
+    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 1.0, 12).metrics
     assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/clip_frac"] == 0.0
     assert metrics["policy/sampler_gap"] < 1e-4
 
 
 def test_several_updates_leave_the_sampling_policy_behind(model_folder):
     policy, optimizer, schedule, batch = set_up(model_folder)
-    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm(updates=3), kl_section(), 1.0, 12).metrics
+    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(updates_per_rollout=3), kl_section(), 1.0, 12).metrics
     assert metrics["policy/ratio_max"] > 1.0
     assert schedule.last_epoch == 3
 
 
 def test_kl_is_zero_at_the_start_and_its_metrics_agree(model_folder):
     policy, optimizer, schedule, batch = set_up(model_folder, shaken=False)
-    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm(), kl_section(), 1.0, 12)
+    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 1.0, 12)
     assert update.metrics["kl/reference"] == 0.0 and update.kl_B.abs().max() == 0.0
     policy, optimizer, schedule, batch = set_up(model_folder)
-    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm(), kl_section(), 1.0, 12)
+    update = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 1.0, 12)
     assert update.metrics["kl/sequence"] == pytest.approx(update.kl_B.mean().item())
     assert update.metrics["kl/reference"] == pytest.approx((update.kl_B.sum() / batch.completion_lengths_B.sum()).item(), rel=1e-5)
 
@@ -116,7 +101,7 @@ def test_all_equal_groups_at_beta_zero_move_nothing(model_folder):
     policy, optimizer, schedule, batch = set_up(model_folder, advantages_PG=torch.zeros(3, 4))
     before = policy.weights()["trained"]
     before = {name: tensor.clone() for name, tensor in before.items()}
-    metrics = improve(policy, optimizer, schedule, batch, 0.0, algorithm(), kl_section(), 1.0, 12).metrics
+    metrics = improve(policy, optimizer, schedule, batch, 0.0, algorithm_section(), kl_section(), 1.0, 12).metrics
     assert metrics["optim/grad_norm"] == 0.0
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable.items())
 
@@ -125,7 +110,7 @@ def test_a_step_of_only_masked_truncations_is_finite_and_counted(model_folder):
     policy, optimizer, schedule, batch = set_up(model_folder, truncated=Truncated.mask, limit=1)
     assert not batch.trained_B.all()
     batch.trained_B[:] = False
-    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm(truncated=Truncated.mask), kl_section(), 1.0, 1).metrics
+    metrics = improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(truncated=Truncated.mask), kl_section(), 1.0, 1).metrics
     assert metrics["loss"] == 0.0 and metrics["optim/trained_frac"] == 0.0
     assert all(torch.isfinite(value).all() for state in optimizer.state.values() for value in state.values())
 
@@ -135,7 +120,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(model_fol
     policy, optimizer, schedule, batch = set_up(model_folder, advantages_PG=advantages)
     before = {name: p.detach().clone() for name, p in policy.trainable.items()}
     with pytest.raises(FloatingPointError, match=r"optimizer\.lr"):
-        improve(policy, optimizer, schedule, batch, 0.04, algorithm(), kl_section(), 1.0, 12)
+        improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 1.0, 12)
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable.items())
 
 
@@ -148,9 +133,9 @@ def test_a_tiny_policy_learns_a_toy_reward(model_folder):
     for step in range(30):
         groups = sample(policy, prompts, 8, rollout_section(), uniforms(1, "rollout", step, 2, 8, 12))
         rewards_PG = torch.tensor([[c.text.count("7") / len(c.token_ids) for c in g.completions] for g in groups])
-        advantages_PG = group_relative(rewards_PG, Advantage.group_std, Std.sample)
-        batch = policy.annotate(collate(groups, advantages_PG, policy.pad_id, Truncated.keep), reference=True)
-        improve(policy, optimizer, schedule, batch, 0.01, algorithm(), kl_section(), 1.0, 12)
+        advantages_PG = outcome_advantages(rewards_PG, Advantage.group_std, Std.sample)
+        batch = policy.annotate(with_advantages(collate(groups, policy.pad_id, Truncated.keep), advantages_PG), reference=True)
+        improve(policy, optimizer, schedule, batch, 0.01, algorithm_section(), kl_section(), 1.0, 12)
         means.append(rewards_PG.mean().item())
     assert sum(means[:5]) / 5 < 0.15
     assert sum(means[-5:]) / 5 > 0.6

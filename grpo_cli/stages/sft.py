@@ -139,6 +139,5 @@ def collate(rows: list[Encoded], pad_id: int) -> Batch:
         completion_ids_BT=completion_ids_BT,
         completion_lengths_B=torch.tensor([len(c) for c in completions]),
         trained_B=torch.ones(len(rows), dtype=torch.bool),
-        advantages_B=torch.zeros(len(rows)),
         sampled_logprobs_BT=torch.zeros(completion_ids_BT.shape),
     )

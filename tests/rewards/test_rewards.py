@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from grpo_cli.config import Reward
+from grpo_cli.config import Reward, RuleKind
 from grpo_cli.records import Completion, EncodedProblem, Ended, Group, Problem
 from grpo_cli.rewards import NOT_APPLICABLE, LoadedRule, load_rules, score
 from grpo_cli.rewards.rules import numeric
@@ -19,7 +19,7 @@ def group(*texts, gold="12", name="p1") -> Group:
 
 
 def by_text(table, weight=1.0) -> LoadedRule:
-    return LoadedRule(lambda sample: table[sample.text], weight, {})
+    return LoadedRule(lambda sample: table[sample.text], weight, {}, RuleKind.outcome)
 
 
 def test_the_total_is_the_weighted_sum_in_order():
@@ -44,7 +44,7 @@ def test_a_rule_that_does_not_apply_is_left_out_and_counted():  # B025
 
 
 def test_a_sample_without_any_rule_gets_nothing_and_is_not_right():  # B026
-    scores = score({"accuracy": LoadedRule(numeric, 1.0, {})}, [group("<answer>12</answer>", "", gold="\\frac{1}{")], "accuracy")
+    scores = score({"accuracy": LoadedRule(numeric, 1.0, {}, RuleKind.outcome)}, [group("<answer>12</answer>", "", gold="\\frac{1}{")], "accuracy")
     assert scores.total_PG.tolist() == [[0, 0]] and scores.right_PG.tolist() == [[False, False]]
     assert scores.not_applicable == {"accuracy": 2}
 
@@ -73,7 +73,7 @@ def test_a_rule_that_raises_keeps_its_error_and_shows_a_cut_completion():
         return {}["key"]
 
     with pytest.raises(ValueError, match=r"'mine' raised KeyError: 'key'; problem p1, completion 'begin.*end'") as refused:
-        score({"mine": LoadedRule(broken, 1.0, {})}, [group("begin" + "x" * 9999 + "end")], "mine")
+        score({"mine": LoadedRule(broken, 1.0, {}, RuleKind.outcome)}, [group("begin" + "x" * 9999 + "end")], "mine")
     assert isinstance(refused.value.__cause__, KeyError) and len(str(refused.value)) < 500
 
 
