@@ -137,25 +137,25 @@ def process_advantages(steps_B: Steps, G: int, T: int, std: Std) -> Tensor:
 
 
 def assign(scores: Scores, weights: dict[str, float], steps_B: Steps, batch: Batch, beta: float, algorithm: Algorithm, kl: Kl) -> Tensor:
-    """(B, T) advantages of all tokens: the same for all of a completion, except under process supervision.
+    """(B, T) advantages of all tokens: the same for all of a completion, except under process supervision (which alone needs steps_B).
 
-    With kl.placement=reward the KL of the sampled tokens, times beta, is taken off the reward first: summed over the completion, or, under
-    process supervision, off each token's own sum to the end. steps_B is needed for process supervision only.
+    With kl.placement=reward, beta times the KL of the sampled tokens counts against a completion as a reward would: less its group's mean,
+    A_i - beta (KL_i - mean KL); under process supervision it is taken off each token's own sum to the end. It is not divided by the
+    group's std: beta keeps its meaning, and a group of equal rewards does not turn a tiny KL into a full-size advantage.
     """
     B, T = batch.completion_ids_BT.shape
     device = batch.completion_ids_BT.device
-    total_PG = scores.total_PG.to(device)
+    P, G = scores.total_PG.shape
     cost_BT = torch.zeros(B, T, device=device)
     if beta > 0 and kl.placement is Placement.reward:
         estimate_BT = kl_estimate(batch.sampled_logprobs_BT, batch.reference_logprobs_BT, kl.estimator)
         cost_BT = beta * estimate_BT * length_mask(batch.completion_lengths_B, T)
     if algorithm.advantage is Advantage.process:
         to_the_end_BT = cost_BT.flip(1).cumsum(1).flip(1)
-        return process_advantages(steps_B, total_PG.shape[1], T, algorithm.std).to(device) - to_the_end_BT
+        return process_advantages(steps_B, G, T, algorithm.std).to(device) - to_the_end_BT
     if algorithm.combine is Combine.normalise_first:
-        advantages_PG = rules_apart(
-            {name: rule_PG.to(device) for name, rule_PG in scores.rule_PG.items()}, weights, algorithm.advantage, algorithm.std
-        )
+        advantages_PG = rules_apart(scores.rule_PG, weights, algorithm.advantage, algorithm.std).to(device)
     else:
-        advantages_PG = outcome_advantages(total_PG - cost_BT.sum(dim=1).view_as(total_PG), algorithm.advantage, algorithm.std)
+        advantages_PG = outcome_advantages(scores.total_PG, algorithm.advantage, algorithm.std).to(device)
+    advantages_PG = advantages_PG - _centred(cost_BT.sum(dim=1).view(P, G))
     return advantages_PG.reshape(B, 1).expand(B, T)

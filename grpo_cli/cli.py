@@ -1,4 +1,4 @@
-"""The console scripts: grpo-train, grpo-eval and grpo-sft.
+"""The console scripts: grpo-train, grpo-plan, grpo-eval and grpo-sft.
 
 Everything that can be wrong with a command is found before Hydra runs a job, before a folder exists and before torch is
 imported, and told in one message. The only module that knows hydra.main.
@@ -40,6 +40,18 @@ TRAIN = Command(
         "grpo-train -m kl.beta=0,0.04 group_size=g4,g8  # a sweep of four jobs; the same command again continues it",
     ],
 )
+PLAN = Command(
+    "grpo-plan",
+    "grpo",
+    GrpoRun,
+    "Shows what grpo-train would do with the same arguments, without loading a model: the equation with its numbers, the batch table, "
+    "and warnings for known traps.",
+    [
+        "grpo-plan  # the embedded default",
+        "grpo-plan algorithm=dapo kl=none",
+        "grpo-plan -cd recipes/grpo -cn gsm8k_qwen2_5_0_5b optimizer.lr=1e-6",
+    ],
+)
 SFT = Command(
     "grpo-sft",
     "sft",
@@ -75,6 +87,10 @@ def sft() -> None:
 
 def evaluate() -> None:
     sys.exit(_guarded(_evaluate, EVAL, sys.argv[1:]))
+
+
+def plan() -> None:
+    sys.exit(_guarded(_show_plan, PLAN, sys.argv[1:]))
 
 
 @hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name="grpo")
@@ -196,6 +212,20 @@ def _evaluate(command: Command, argv: list[str]) -> int:
         _tell(error, "", log, run.debug)
         return 1
     print("\n".join(_metric_lines(metrics)))
+    return 0
+
+
+def _show_plan(command: Command, argv: list[str]) -> int:
+    args = _parse(command, argv)
+    if args.help:
+        print(_help(command))
+        return 0
+    taken = ("overrides", "config_name", "config_dir", "config_path")
+    if any(value for name, value in vars(args).items() if name not in taken):
+        raise ValueError("grpo-plan shows one run: it takes overrides, -cd FOLDER, -cn NAME and --help, and no other flag")
+    with Composer(command, args.config_name, args.config_dir, args.config_path) as composer:
+        run = convert(composer.compose(args.overrides), args.overrides)
+    print(importlib.import_module("grpo_cli.stages.plan").report(run))
     return 0
 
 
@@ -379,6 +409,8 @@ def _help(command: Command) -> str:
         "-m KEY=A,B": "a sweep: one run for each combination",
         "hydra.run.dir=FOLDER": "choose the run folder (of a sweep: hydra.sweep.dir=FOLDER)",
     }
+    if command is PLAN:
+        return "\n".join([*lines, "", f"{command.script} -cd FOLDER -cn NAME   the plan of FOLDER/NAME.yaml: a recipe, or a run's config"])
     if command is TRAIN:
         usage["resume=auto"] = "continue the newest unfinished run of this config (or resume=FOLDER)"
     lines += ["", *(f"{command.script} {words:<22} {what}" for words, what in usage.items())]

@@ -278,11 +278,12 @@ class Data:
     max_prompt_tokens: int
     """Longer prompts are left out with a count, never cut."""
     difficulty: Optional[list[float]]
-    """[low, high]: draw problems whose pass rate lies in this band; problems not tried yet count as inside. null draws all alike."""
+    """[low, high]: pass over problems whose pass rate lies outside; those not tried yet count as inside. null draws all alike."""
     difficulty_map: Optional[str]
     """difficulty.json of an earlier run, whose pass rates this run starts from."""
     revisit: float
-    """Share of the draws that try a problem outside the band again: solved ones may be forgotten, hard ones come within reach."""
+    """Chance that a problem outside the band is taken all the same when its turn comes: solved ones may be forgotten, hard ones come
+    within reach."""
     prompt: Prompt
 
     def __post_init__(self):
@@ -395,6 +396,11 @@ class Algorithm:
             "algorithm.combine=normalise_first normalises rules apart, and algorithm.advantage=process pools them: "
             "try algorithm.combine=weigh_first",
         )
+        _require(
+            not (self.ratio is Ratio.sequence and self.advantage is Advantage.process),
+            "algorithm.ratio=sequence gives all tokens of a completion one gradient, and algorithm.advantage=process tells them apart: "
+            "try algorithm.ratio=token",
+        )
 
 
 @dataclass
@@ -407,7 +413,7 @@ class Kl:
     end_beta: Optional[float]
     """Linear and cosine: the value at the last step."""
     target: Optional[float]
-    """Adaptive: the KL per sequence (nats) to hold."""
+    """Adaptive: the KL to the reference per completion (nats, k3: the metric kl/sequence) to hold."""
     gain: float
     """Adaptive: change of log beta per step at an error of 100 % (errors beyond are cut there)."""
     min_beta: float
@@ -417,10 +423,10 @@ class Kl:
     anchor: Anchor
     """What the penalty holds the policy to: the reference, or the policy before this step's updates (in place of a clip)."""
     placement: Placement
-    """loss: a term of the loss; reward: taken off the reward before advantages are made (the KL then carries no gradient itself)."""
+    """loss: a term of the loss; reward: counts against a completion like a negative reward (and carries no gradient itself)."""
     gradient: KlGradient
-    """plain: differentiate the estimator as it stands (DeepSeekMath); unbiased: weigh it by the ratio to the sampling policy,
-    so that its gradient is that of the KL itself."""
+    """Of the KL in the loss. plain: differentiate the estimator as it stands (DeepSeekMath); unbiased, for k1 and k3: weigh it by the
+    ratio to the sampling policy, so that its gradient is that of the KL itself."""
     measure_every: int
     """With beta at 0 the KL is still measured, every so many steps."""
     sync_every: Optional[int]
@@ -435,13 +441,19 @@ class Kl:
         if self.placement is Placement.reward:
             here = "kl.placement=reward"
             _require(
-                self.estimator is not Estimator.exact,
-                f"{here} needs one number per sampled token, not kl.estimator=exact: try kl.estimator=k1",
+                self.estimator is Estimator.k1,
+                f"{here} needs kl.estimator=k1, not {self.estimator.name}: only k1 in the reward has the gradient of the KL (the others' "
+                "vanishes near the reference): try kl.estimator=k1",
             )
             _require(
                 self.anchor is Anchor.reference,
                 f"{here} is taken before any update, where the KL to the old policy is 0: try kl.anchor=reference",
             )
+        _require(
+            self.gradient is KlGradient.plain
+            or (self.placement is Placement.loss and self.anchor is Anchor.reference and self.estimator in (Estimator.k1, Estimator.k3)),
+            "kl.gradient=unbiased is for k1 or k3 to the reference in the loss: try kl.gradient=plain",
+        )
         _require(
             not (self.anchor is Anchor.old and self.estimator is Estimator.exact),
             "kl.estimator=exact keeps the whole distribution of the reference only: try kl.estimator=k3 with kl.anchor=old",
@@ -630,11 +642,7 @@ class GrpoRun:
             log_every=self.log_every,
         )
         _check_seed_and_device(self.seed, self.device)
-        algorithm, kl = self.algorithm, self.kl
-        _require(
-            not (kl.placement is Placement.reward and algorithm.combine is Combine.normalise_first),
-            "kl.placement=reward takes the KL off the sum of rewards, which algorithm.combine=normalise_first lacks: try kl.placement=loss",
-        )
+        kl = self.kl
         _require(
             kl.warmup_steps < self.steps,
             f"kl.warmup_steps={kl.warmup_steps} leaves no step after it: try kl.warmup_steps={self.steps // 10}",

@@ -55,8 +55,9 @@ def exact_kl(logprobs_NV: Tensor, reference_NV: Tensor) -> Tensor:
 def kl_penalty(penalty_BT: Tensor, logprobs_BT: Tensor, old_BT: Tensor, gradient: KlGradient) -> Tensor:
     """The differentiable KL term per token, from the estimate of each token.
 
-    plain: the estimate as it stands, so only its own derivative counts (DeepSeekMath). unbiased: the estimate times
-    pi / pi_old, whose gradient on on-policy samples is that of the KL itself, the score-function part included.
+    plain: the estimate as it stands, so only its own derivative counts (DeepSeekMath). unbiased, for k1 and k3: the estimate times
+    pi / pi_old, whose gradient on on-policy samples is that of the KL itself, the score-function part included. (The plain gradient of k2
+    and of the exact KL is that of the KL already.)
     """
     if gradient is KlGradient.unbiased:
         penalty_BT = penalty_BT * (logprobs_BT - old_BT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
@@ -87,10 +88,11 @@ class BetaSchedule:
             return (1 - cosine) * kl.beta + cosine * kl.end_beta
         return kl.beta
 
-    def observe(self, kl_B: Tensor | None) -> None:
-        """Adaptive: log beta moves by gain times the relative error of the mean KL, which counts for at most 100 % either way."""
+    def observe(self, step: int, kl_B: Tensor | None) -> None:
+        """Adaptive, behind the warm-up: log beta moves by gain times the relative error of the mean KL per completion (k3, to the
+        reference), which counts for at most 100 % either way."""
         kl = self._section
-        if kl.schedule is KlSchedule.adaptive and kl_B is not None:
+        if kl.schedule is KlSchedule.adaptive and kl_B is not None and step > kl.warmup_steps:
             error = max(-1.0, min(1.0, kl_B.mean().item() / kl.target - 1))
             self._log_beta = max(math.log(kl.min_beta), min(math.log(kl.max_beta), self._log_beta + kl.gain * error))
 

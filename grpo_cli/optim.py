@@ -1,11 +1,15 @@
-"""Optimizers and their learning-rate schedules by name."""
+"""Optimizers and their learning-rate schedules by name. Imports torch only to build one, so that a plan can tell the rates."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-
-import torch
+from typing import TYPE_CHECKING
 
 from grpo_cli.config import LrSchedule, Optimizer, OptimizerName
+
+if TYPE_CHECKING:
+    import torch
 
 
 def lr_factor(index: int, section: Optimizer, total_steps: int) -> float:
@@ -22,6 +26,8 @@ def lr_factor(index: int, section: Optimizer, total_steps: int) -> float:
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], section: Optimizer, total_steps: int):
     """The optimizer and its schedule; call `step` on both after each backward pass."""
+    import torch
+
     parameters = list(parameters)
     decay = section.weight_decay
     if section.name is OptimizerName.sgd:

@@ -1,6 +1,7 @@
 """A random two-layer Llama with one token per character, and the sections that describe it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -131,3 +132,22 @@ def shake(policy, scale: float = 0.3) -> None:
         torch.manual_seed(1)
         for parameter in policy.trainable.values():
             parameter.add_(scale * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+
+
+class Mover:
+    """In place of an optimizer: every step but the last moves the weights by a fixed amount, so that gradients are taken off-policy."""
+
+    def __init__(self, policy, updates: int, scale: float):
+        self.policy, self.steps, self.scale = policy, updates, scale
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for parameter in self.policy.trainable.values():
+            parameter.grad = None
+
+    def step(self) -> None:
+        self.steps -= 1
+        if self.steps > 0:
+            shake(self.policy, self.scale)
+
+
+NO_SCHEDULE = SimpleNamespace(step=lambda: None)

@@ -22,7 +22,8 @@ def test_population_std_divides_by_g():
 
 
 def test_group_mean_only_centres():
-    assert outcome_advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]), Advantage.group_mean, Std.sample).tolist() == [[0.5, -0.5], [0.0, 0.0]]
+    total_PG = torch.tensor([[1.0, 0.0], [5.0, 5.0]])
+    assert outcome_advantages(total_PG, Advantage.group_mean, Std.sample).tolist() == [[0.5, -0.5], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("advantage", OUTCOME)

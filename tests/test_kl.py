@@ -81,19 +81,29 @@ def test_linear_and_cosine_half_way():
 
 def test_adaptive_beta_moves_in_log_space_towards_the_target_and_stays_in_bounds():
     beta = BetaSchedule(kl_section(schedule=KlSchedule.adaptive, beta=1.0, target=2.0, gain=0.5), steps=10)
-    beta.observe(torch.tensor([3.0]))  # error +50 %: log beta rises by 0.25
+    beta.observe(1, torch.tensor([3.0]))  # error +50 %: log beta rises by 0.25
     assert beta.at(2) == pytest.approx(math.exp(0.25))
-    beta.observe(torch.tensor([100.0]))  # errors count for at most 100 %
+    beta.observe(2, torch.tensor([100.0]))  # errors count for at most 100 %
     assert beta.at(3) == pytest.approx(math.exp(0.75))
-    for _ in range(50):
-        beta.observe(torch.tensor([0.0]))
+    for step in range(3, 53):
+        beta.observe(step, torch.tensor([0.0]))
     assert beta.at(50) == pytest.approx(1e-4)
 
 
 def test_adaptive_state_continues_exactly():
     one, two = (BetaSchedule(kl_section(schedule=KlSchedule.adaptive, target=1.0), 10) for _ in range(2))
-    one.observe(torch.tensor([0.3]))
+    one.observe(1, torch.tensor([0.3]))
     two.load_state(one.state())
-    one.observe(torch.tensor([1.7]))
-    two.observe(torch.tensor([1.7]))
+    one.observe(2, torch.tensor([1.7]))
+    two.observe(2, torch.tensor([1.7]))
     assert one.at(3) == two.at(3)
+
+
+def test_adaptive_beta_does_not_move_while_it_warms_up():
+    # The KL is near 0 then, which is no news: beta would have fallen by the time it counts.
+    beta = BetaSchedule(kl_section(schedule=KlSchedule.adaptive, beta=1.0, target=1.0, gain=0.5, warmup_steps=3), 10)
+    for step in (1, 2, 3):
+        beta.observe(step, torch.tensor([0.0]))
+    assert [beta.at(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    beta.observe(4, torch.tensor([0.0]))
+    assert beta.at(5) == pytest.approx(math.exp(-0.5))

@@ -109,7 +109,7 @@ def score(rules: dict[str, LoadedRule], groups: list[Group], accuracy: str) -> S
                     value = sum(reward for _, reward in judged) / len(judged)
                     if rule.kind is RuleKind.process:
                         process += rule.weight * value
-                        steps += [(end, rule.weight * reward) for end, reward in judged]
+                        steps += [(end, rule.weight * reward) for end, reward in judged if rule.weight != 0]
                     else:
                         outcome, has_outcome = outcome + rule.weight * value, has_outcome or rule.weight != 0
                 raw[name].append(value)

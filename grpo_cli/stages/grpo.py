@@ -156,7 +156,7 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
             steps_B = _step_tokens(policy, groups, scores.steps_B) if cfg.algorithm.advantage is Advantage.process else []
             batch.advantages_BT = assign(scores, weights, steps_B, batch, beta, cfg.algorithm, cfg.kl)
             update = improve(policy, optimizer, lr_schedule, batch, beta, cfg.algorithm, cfg.kl, cfg.optimizer.grad_clip, T)
-            beta_schedule.observe(update.kl_B)
+            beta_schedule.observe(step, update.kl_B)
             if cfg.kl.sync_every and step % cfg.kl.sync_every == 0:
                 policy.sync_reference(cfg.kl.sync_alpha)
             clock.lap("update")

@@ -70,7 +70,7 @@ def completion_loss(policy: Policy, batch: Batch) -> float:
     """Mean -log p over the batch's completion tokens; its gradient is added up over the micro-batches."""
     total_tokens, loss = int(batch.completion_lengths_B.sum()), 0.0
     for rows in policy.micro_batches(batch):
-        logprobs_BT, _ = policy.token_logprobs(take(batch, rows))  # 0 behind the end
+        logprobs_BT = policy.token_logprobs(take(batch, rows)).logprobs_BT  # 0 behind the end
         part = -logprobs_BT.sum() / total_tokens
         part.backward()
         loss += part.item()

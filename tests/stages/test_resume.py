@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs import config, dies, kill_on_call, numbers, rows, train
 
-from grpo_cli import checkpoint
+from grpo_cli import checkpoint, collect, evaluation
 from grpo_cli.policy import Policy
 from grpo_cli.stages import grpo
 from grpo_cli.tracking import Tracker
@@ -28,10 +28,10 @@ def whole(tmp_path_factory):
 
 MOMENTS = {
     "before anything is evaluated": kill_on_call(grpo, "evaluate", 1),
-    "inside the first evaluation": kill_on_call(grpo, "score", 1),
+    "inside the first evaluation": kill_on_call(evaluation, "score", 1),
     "before the first checkpoint": kill_on_call(checkpoint, "save", 1),
     "inside the first save": kill_on_call(Policy, "save", 1, after=True),
-    "inside the first rollout": kill_on_call(grpo, "uniforms", 1),
+    "inside the first rollout": kill_on_call(collect, "uniforms", 1),
     "between a step and its row": kill_on_call(Tracker, "step", 3),
     "between groups.jsonl and metrics.jsonl": kill_on_call(RowFiles, "append", 6),
     "behind an evaluation, before its save": kill_on_call(Tracker, "evaluation", 3, after=True),

@@ -44,7 +44,12 @@ def test_dynamic_sampling_trains_on_mixed_groups_only_and_counts_the_dropped(tmp
         ["data.difficulty=[0.1,0.9]", "data.train.limit=4"],
         ["kl=adaptive", "kl.target=0.01", "kl.warmup_steps=2"],
         ["model.lora=null", "kl.sync_every=4", "optimizer.lr=3e-4"],
-        ["algorithm.advantage=process", "+reward.rules.working.fn=working_steps", "+reward.rules.working.kind=process", "kl.estimator=exact"],
+        [
+            "algorithm.advantage=process",
+            "+reward.rules.working.fn=working_steps",
+            "+reward.rules.working.kind=process",
+            "kl.estimator=exact",
+        ],
     ],
     ids=["dynamic sampling", "reference sync", "difficulty", "adaptive", "full sync", "process and exact"],
 )
