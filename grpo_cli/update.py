@@ -29,7 +29,7 @@ def improve(
     """algorithm.updates_per_rollout optimizer steps on one batch, each on all of it, summed over micro-batches.
 
     The log-probs of the sampling policy are those of the first pass itself, made before any weight has moved: no extra forward, and
-    the first ratio is exactly 1. Raises FloatingPointError, before the weights are touched, when the gradient is not finite.
+    the first ratio is exactly 1. Raises ValueError, before that gradient is applied, when a gradient is not finite.
     """
     T = batch.completion_ids_BT.shape[1]
     weights_BT = token_weights(batch.completion_lengths_B, batch.trained_B, T, algorithm.aggregation, max_new_tokens)
@@ -63,7 +63,7 @@ def improve(
             )
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable.values(), grad_clip or math.inf).item()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError("the gradient is not finite: try a lower optimizer.lr, optimizer.grad_clip=1 or model.dtype=float32")
+            raise ValueError("the gradient is not finite: try a lower optimizer.lr or kl.beta, or model.dtype=float32")
         optimizer.step()
         schedule.step()
         losses.append(loss_sum)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_cli.config import Dtype, Lora, Model, Rollout, RolloutName
+from grpo_cli.config import Dtype, Lora, Model, Rollout
 from grpo_cli.records import EncodedProblem, Problem
 
 CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyz<>/"
@@ -55,7 +55,7 @@ def model_section(path, lora: Lora | None = Lora(4, 8, "default", None), **chang
 
 
 def rollout_section(temperature: float = 1.0, max_new_tokens: int = 12, rows_at_once: int = 64) -> Rollout:
-    return Rollout(RolloutName.native, temperature, max_new_tokens, rows_at_once)
+    return Rollout(temperature, max_new_tokens, rows_at_once)
 
 
 def encoded(policy, *questions: str) -> list[EncodedProblem]:
