@@ -19,12 +19,15 @@ from typing import Any
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import runfolder
-from grpo_cli.compose import CONF, Command, Composer, convert
+from grpo_cli.compose import CONF, Command, Composer, convert, given_value
 from grpo_cli.config import GrpoRun, SftRun
+from grpo_cli.runtime import hydra_text
 
 INTERRUPTED = 130
 
@@ -93,16 +96,6 @@ def plan() -> None:
     sys.exit(_guarded(_show_plan, PLAN, sys.argv[1:]))
 
 
-@hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name="grpo")
-def _train(cfg: DictConfig) -> None:
-    _job(TRAIN, cfg)
-
-
-@hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name="sft")
-def _sft(cfg: DictConfig) -> None:
-    _job(SFT, cfg)
-
-
 def _guarded(function, command: Command, argv: list[str]) -> int:
     """The exit status; a user's mistake is one message."""
     try:
@@ -125,7 +118,6 @@ def _full_error() -> bool:
 
 def _hydra_command(command: Command, argv: list[str]) -> int:
     args = _parse(command, argv)
-    run_hydra = {TRAIN.config: _train, SFT.config: _sft}[command.config]
     if args.help:
         print(_help(command))
         return 0
@@ -133,18 +125,30 @@ def _hydra_command(command: Command, argv: list[str]) -> int:
         if args.cfg:
             with Composer(command, args.config_name, args.config_dir, args.config_path) as composer:
                 composer.compose(args.overrides)
-        sys.argv = [command.script, *(word for word in argv if word not in args.overrides), *args.overrides]
-        run_hydra()
+        _run_hydra(command, [*(word for word in argv if word not in args.overrides), *args.overrides])
         return 0
-    plan = _plan(command, args)
-    sys.argv = [command.script, *plan.argv]
+    plan, jobs = _plan(command, args), []
     try:
-        run_hydra()
+        ended_well = _run_hydra(command, plan.argv)
     finally:
         if plan.sweep_dir:
             jobs = plan.jobs or _jobs_found(plan.sweep_dir)
             print("\n" + importlib.import_module("grpo_cli.tracking.jobs").table(jobs))
-    return int(plan.sweep_dir is not None and any(runfolder.summary(folder).get("status") not in runfolder.DONE for folder, _ in jobs))
+    # The folders tell of jobs that a launcher ran elsewhere, and may tell of an earlier command.
+    return int(not ended_well or any(runfolder.summary(folder).get("status") not in runfolder.DONE for folder, _ in jobs))
+
+
+def _run_hydra(command: Command, argv: list[str]) -> bool:
+    """Hand over to Hydra; whether all jobs that it ran in this process ended well."""
+    ended_well = []
+
+    @hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name=command.config)
+    def task(cfg: DictConfig) -> None:
+        ended_well.append(_job(command, cfg))
+
+    sys.argv = [command.script, *argv]
+    task()
+    return all(ended_well)
 
 
 def _jobs_found(sweep_dir: Path) -> list[tuple[Path, str]]:
@@ -152,8 +156,8 @@ def _jobs_found(sweep_dir: Path) -> list[tuple[Path, str]]:
     return [(folder, " ".join(runfolder.summary(folder).get("overrides", []))) for folder in folders]
 
 
-def _job(command: Command, cfg: DictConfig) -> None:
-    """One job of Hydra's. A failure ends a single run; in a sweep it is recorded and the next job starts."""
+def _job(command: Command, cfg: DictConfig) -> bool:
+    """One job of Hydra's: whether it ended well. A failure is told and recorded, so that the next job of a sweep starts."""
     job = HydraConfig.get()
     run_dir = _relative(job.runtime.output_dir)
     overrides = list(job.overrides.task)
@@ -164,25 +168,26 @@ def _job(command: Command, cfg: DictConfig) -> None:
         run = convert(cfg, overrides)
         if sweep and runfolder.is_done(run_dir, run):
             print(f"{label}finished already in {run_dir}, skipped")
-            return
+            return True
         if command is TRAIN:
             if sweep and runfolder.holds_run(run_dir):
                 run.resume = "auto"
             summary = importlib.import_module("grpo_cli.stages.grpo").run(run, run_dir, overrides, sweep, swept if sweep else run_dir.name)
         else:
             summary = importlib.import_module("grpo_cli.stages.sft").run(run, run_dir, overrides)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # code of the user's may raise SystemExit, which must not pass for success
         if not runfolder.summary(run_dir):  # it failed before it had the folder
             runfolder.record_failure(run_dir, error)
         _tell(error, label, run_dir / "error.log", bool(cfg.get("debug")))
-        if not sweep:
-            sys.exit(1)
-        return
+        return False
     if summary["status"] == "interrupted":
         raise KeyboardInterrupt
+    return True
 
 
-def _tell(error: Exception, label: str, log: Path, debug: bool) -> None:
+def _tell(error: BaseException, label: str, log: Path, debug: bool) -> None:
     if debug or _full_error():
         traceback.print_exception(error)
     where = "" if isinstance(error, (ValueError, OSError)) or not log.exists() else f"\nThe traceback is in {log}"
@@ -190,7 +195,7 @@ def _tell(error: Exception, label: str, log: Path, debug: bool) -> None:
 
 
 def _evaluate(command: Command, argv: list[str]) -> int:
-    own = dict(arg.split("=", 1) for arg in argv if arg.startswith(("run=", "checkpoint=")))
+    own = dict(_own_value(arg) for arg in argv if arg.startswith(("run=", "checkpoint=")))
     args = _parse(command, [arg for arg in argv if arg.split("=")[0] not in ("run", "checkpoint")])
     if args.help:
         print(_help(command))
@@ -203,10 +208,19 @@ def _evaluate(command: Command, argv: list[str]) -> int:
     runfolder.load(folder)
     with Composer(command, "config", folder) as composer:
         composer.refuse_groups(args.overrides, f"grpo-eval run={folder}")
+        for override in composer.parse(args.overrides):
+            key = override.key_or_group
+            if f"{key}.".startswith("model.") and key not in ("model.dtype", "model.micro_batch_tokens"):
+                raise ValueError(
+                    f"{override.input_line} cannot be changed here: a checkpoint fits only the model that it was trained with: drop it "
+                    "(of model, dtype and micro_batch_tokens may change)"
+                )
         run = convert(composer.compose(args.overrides), args.overrides)
     try:
         metrics = importlib.import_module("grpo_cli.stages.eval").run(run, folder, own.get("checkpoint") or "best")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         log = folder / "error.log"
         runfolder.log_traceback(folder, error)
         _tell(error, "", log, run.debug)
@@ -227,6 +241,14 @@ def _show_plan(command: Command, argv: list[str]) -> int:
         run = convert(composer.compose(args.overrides), args.overrides)
     print(importlib.import_module("grpo_cli.stages.plan").report(run))
     return 0
+
+
+def _own_value(argument: str) -> tuple[str, str]:
+    """Key and value of run= and checkpoint=: the text as the shell gave it, or one in Hydra's quotes."""
+    key, value = argument.split("=", 1)
+    if value[:1] in ("'", '"'):
+        value = given_value(key, [argument]) or value
+    return key, os.path.expanduser(value)
 
 
 def _metric_lines(metrics: dict[str, Any]) -> Iterator[str]:
@@ -256,64 +278,98 @@ def _plan(command: Command, args) -> Plan:
     """Check every job and choose the folders. Nothing is written before all checks have passed."""
     overrides, name, directory = args.overrides, args.config_name, args.config_dir
     resume = _resume_folder(command, overrides)
-    if resume and args.multirun:
-        raise ValueError(f"resume={resume} continues one run, and a sweep continues by itself: leave it out")
-    repeats = resume and not name and not directory
+    repeats = resume and not name and not directory and not args.multirun
     if repeats:
         runfolder.load(resume)
         name, directory = "config", resume
-    flags = [part for flag, value in (("-cp", args.config_path), ("-cd", directory), ("-cn", name)) if value for part in (flag, str(value))]
+    flags = [f"--config-{what}={value}" for what, value in (("path", args.config_path), ("dir", directory), ("name", name)) if value]
     with Composer(command, name, directory, args.config_path) as composer:
         if repeats:
             composer.refuse_groups(overrides, f"resume={resume}")
         cfg = None if args.multirun else composer.compose(overrides)
         if cfg is None or cfg.hydra.mode == RunMode.MULTIRUN:
             plan = _plan_sweep(composer, overrides)
-            return Plan(["-m", *flags, *overrides, *plan.argv, f"hydra.sweep.dir={_quoted(plan.sweep_dir)}"], plan.sweep_dir, plan.jobs)
+            return Plan(["-m", *flags, *overrides, *plan.argv, hydra_text("hydra.sweep.dir", plan.sweep_dir)], plan.sweep_dir, plan.jobs)
+        _refuse_key("hydra.sweep", composer.parse(overrides), "without -m: add -m, or choose the folder with hydra.run.dir=FOLDER")
         run = convert(cfg, overrides)
         run_dir = _run_dir(cfg, run)
-    return Plan([*flags, *overrides, f"hydra.run.dir={_quoted(run_dir)}"])
+    return Plan([*flags, *overrides, hydra_text("hydra.run.dir", run_dir)])
+
+
+def _refuse_key(start: str, overrides: list[Override], advice: str) -> None:
+    for override in overrides:
+        if override.key_or_group.startswith(start):
+            raise ValueError(f"{override.input_line} is not read {advice}")
 
 
 def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
+    _refuse_key("hydra.run.dir", composer.parse(overrides), "by a sweep: try hydra.sweep.dir=FOLDER, in which each job has a folder")
     for_hydra, jobs = composer.jobs(overrides)
     words = [composer.name, *(o for o in overrides if not o.startswith(("debug=", "resume=")))]
     name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
     OmegaConf.register_new_resolver("sweep_name", lambda: name, replace=True)
     if jobs is None:
         cfg = composer.compose(for_hydra)
-        convert(cfg, for_hydra)
-        return Plan([], _make(Path(cfg.hydra.sweep.dir)))
+        _sweep_run(cfg, for_hydra)
+        return Plan([], _make(_folder(cfg, "sweep.dir")))
     shared = [word for word in jobs[0] if all(word in job for job in jobs)] if len(jobs) > 1 else []
-    placed = []
+    # Hydra names a job by its overrides; those that all jobs share say nothing.
+    keys = ",".join(override.key_or_group for override in composer.parse(shared))
+    naming = [f"hydra.job.config.override_dirname.{setting}" for setting in (f"exclude_keys=[{keys}]", "item_sep=' '")]
+    placed, taken, sweep_dirs = [], {}, set()
     for number, job in enumerate(jobs):
         try:
-            cfg = composer.compose(for_hydra + job, number)
-            run = convert(cfg, job)
-            folder = Path(cfg.hydra.sweep.dir) / str(cfg.hydra.sweep.subdir)
+            cfg = composer.compose(for_hydra + naming + job, number)
+            run = _sweep_run(cfg, job)
+            sweep_dir = _folder(cfg, "sweep.dir")
+            sweep_dirs.add(sweep_dir)
+            folder = sweep_dir / _folder(cfg, "sweep.subdir")
+            if (other := taken.setdefault(folder.resolve(), number)) != number:
+                raise ValueError(f"it would share the folder {folder} with job {other}: drop hydra.sweep.subdir")
             if not runfolder.is_done(folder, run):
                 runfolder.check(folder, run, resume=isinstance(run, GrpoRun))
         except ValueError as error:
             raise ValueError(f"job {number} ({' '.join(job)}): {error}") from error
         placed.append((folder, " ".join(word for word in job if word not in shared)))
-    # Hydra names a job by its overrides; those that all jobs share say nothing.
-    keys = ",".join(override.key_or_group for override in composer.parse(shared))
-    naming = "hydra.job.config.override_dirname"
-    return Plan([f"{naming}.exclude_keys=[{keys}]", f"{naming}.item_sep=' '"], _make(Path(cfg.hydra.sweep.dir)), placed)
+    if len(sweep_dirs) > 1:
+        named = ", ".join(sorted(map(str, sweep_dirs)))
+        raise ValueError(f"hydra.sweep.dir differs between the jobs ({named}): put what differs into hydra.sweep.subdir")
+    return Plan(naming, _make(sweep_dir), placed)
+
+
+def _sweep_run(cfg: DictConfig, overrides: list[str]) -> GrpoRun | SftRun:
+    run = convert(cfg, overrides)
+    if isinstance(run, GrpoRun) and run.resume not in (None, "auto"):
+        raise ValueError(f"resume={run.resume} continues one run, and a sweep continues by itself: leave it out")
+    return run
 
 
 def _resume_folder(command: Command, overrides: list[str]) -> str | None:
     """The folder in resume=<folder> on the command line."""
-    given = [o.split("=", 1)[1].strip("'\"") for o in overrides if o.startswith("resume=")] if command is TRAIN else []
-    return given[-1] if given and given[-1] not in ("null", "auto", "") else None
+    given = given_value("resume", overrides) if command is TRAIN else None
+    return os.path.expanduser(given) if isinstance(given, str) and given not in ("auto", "") else None
+
+
+def _folder(cfg: DictConfig, key: str) -> Path:
+    """The folder named by hydra.run.dir, hydra.sweep.dir or hydra.sweep.subdir."""
+    try:
+        name = str(OmegaConf.select(cfg.hydra, key, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"hydra.{key}: {str(error).splitlines()[0]}: try hydra.{key}=FOLDER") from error
+    if not name:
+        raise ValueError(f"hydra.{key} is empty: try hydra.{key}=FOLDER")
+    if "${" in os.path.abspath(name):
+        raise ValueError(f"hydra.{key}={name}: Hydra cannot work in a folder whose path holds a literal ${{: choose another one")
+    return Path(name if key == "sweep.subdir" else os.path.expanduser(name))
 
 
 def _run_dir(cfg: DictConfig, run: GrpoRun | SftRun) -> Path:
     """Where a single run goes: the folder given, the one to continue, or a new one named after the time."""
-    folder = Path(cfg.hydra.run.dir)
+    folder = _folder(cfg, "run.dir")
     named_by_time = "${now:" in OmegaConf.to_container(cfg.hydra.run, resolve=False)["dir"]
     resume = run.resume if isinstance(run, GrpoRun) else None
     if resume not in (None, "auto"):
+        resume = os.path.expanduser(resume)
         if not named_by_time and folder.resolve() != Path(resume).resolve():
             raise ValueError(f"resume={resume} continues in that folder, not in hydra.run.dir={folder}: drop hydra.run.dir")
         folder = Path(resume)
@@ -347,11 +403,6 @@ def _claim(folder: Path) -> Path:
             number += 1
         except OSError as error:
             raise OSError(f"cannot make the folder {candidate}: {error.strerror}: choose another one with hydra.run.dir=FOLDER") from error
-
-
-def _quoted(path: Path) -> str:
-    """A path as a value in Hydra's override grammar."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _relative(folder: str) -> Path:

@@ -27,6 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 import grpo_cli.conf
 from grpo_cli.config import GrpoRun, SftRun
+from grpo_cli.runtime import hydra_override
 
 CONF = Path(grpo_cli.conf.__file__).parent
 
@@ -114,10 +115,15 @@ class Composer:
         for override in parsed:
             if override.is_delete():
                 raise ValueError(f"{override.input_line}: a sweep cannot drop a key: put it into a recipe, or set a rule's weight to 0")
+        advice = "list the values instead, such as kl.beta=0,0.04"
         try:
-            return for_hydra, BasicSweeper.split_arguments(parsed, None)[0]
-        except HydraException as error:
-            raise ValueError(f"{error}: list the values instead, such as kl.beta=0,0.04") from error
+            jobs = BasicSweeper.split_arguments(parsed, None)[0]
+        except (HydraException, ValueError) as error:
+            raise ValueError(f"{error}: {advice}") from error
+        if not jobs:
+            empty = next(o.input_line for o in parsed if o.is_sweep_override() and not list(o.sweep_string_iterator()))
+            raise ValueError(f"{empty} stands for no value at all, so the sweep has no job: {advice}")
+        return for_hydra, jobs
 
     def refuse_groups(self, overrides: list[str], what: str) -> None:
         """A run's config.yaml holds values, not choices of groups."""
@@ -141,7 +147,14 @@ class Composer:
             return f"{given}: {first}: {_expected(cause.full_key, _hint(self.command.schema, cause.full_key))}"
         if isinstance(error, yaml.YAMLError):
             return f"a config file cannot be read: {' '.join(str(error).split())}"
+        if "does not support deletion" in first and (deleted := re.search(r"override (~([^\s:=]+)[^\s:]*)", str(error))):
+            line, key = deleted.groups()
+            nullable = type(None) in get_args(_hint(self.command.schema, key))
+            return f"{key} cannot be left out: drop {line}" + (f", or try {key}=null" if nullable else f", or try {key}=VALUE")
         if isinstance(error, OverrideParseException):
+            key, _, value = error.override.partition("=")
+            if re.match(r"""(?!\w+\()[^\[{'"]""", value):  # one text, neither list nor mapping nor function nor in quotes
+                return f"cannot read the override {error.override}: put the value in quotes: try {hydra_override(key, value)}"
             return (
                 f"cannot read the override {error.override}: {first}: "
                 "write key=value without blanks, and quote brackets and blanks for the shell, such as 'data.digits=[2,3]'"
@@ -152,7 +165,8 @@ class Composer:
             return _null_section(error, self.command.schema, overrides)
         if "Ambiguous value" in first:
             line = first.split("'")[1]
-            return f"{line} is a list of values to sweep over: add -m to run each of them, or write a list as key=[a,b]"
+            one = hydra_override(*line.split("=", 1))
+            return f"{line} is a list of values to sweep over: add -m to run each of them, or write a list as key=[a,b], one text as {one}"
         if "An item is already at" in first:
             return f"{first.split(chr(39))[1]} exists already: drop the +"
         if "must be a string or a list" in first:
@@ -202,6 +216,15 @@ def convert(cfg: DictConfig, overrides: list[str]) -> GrpoRun | SftRun:
         options = sorted(path.stem for path in (CONF / missing[0]).glob("[!_]*.yaml"))
         raise ValueError(f"{missing[0]} is not set: try {missing[0]}={options[0] if options else 'VALUE'}")
     return run
+
+
+def given_value(key: str, overrides: list[str]) -> Any:
+    """The value of the last key=VALUE among the overrides, read as Hydra reads it; None when there is none."""
+    lines = [line for line in overrides if line.lstrip("+").startswith(f"{key}=")]
+    try:
+        return OverridesParser.create().parse_overrides(lines[-1:])[0].value() if lines else None
+    except HydraException:
+        return None  # composing tells what is wrong with it
 
 
 def _first_line(error: Exception) -> str:
@@ -274,7 +297,7 @@ def _expected(key: str, hint: Any) -> str:
         return f"{what} is expected: try {key}={example}" if kind is not list else f"{what} is expected: try '{key}={example}'"
     if is_dataclass(kind):
         return f"{key} is a section: try {key}.{fields(kind)[0].name}=VALUE"
-    return f"try {key}=VALUE"
+    return f"drop it, or try {key}={'TEXT' if kind is str else 'VALUE'}"
 
 
 def _null_section(error: Exception, schema: type, overrides: list[str]) -> str:

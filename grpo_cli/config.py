@@ -6,9 +6,10 @@ This module must not import torch: a config error is reported before anything he
 
 import difflib
 import math
-from dataclasses import dataclass, field, fields
+import os
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Optional
 
 
@@ -120,10 +121,6 @@ class LrSchedule(Enum):
     cosine = "cosine"
 
 
-class RolloutName(Enum):
-    native = "native"
-
-
 class TrackerName(Enum):
     wandb = "wandb"
     none = "none"
@@ -159,6 +156,24 @@ def _not_negative(section: str, **values: float) -> None:
         _require(value >= 0, f"{name} must be 0 or above, not {value}: try {name}=0")
 
 
+INFINITY_MEANS_OFF = ("optimizer.grad_clip", "algorithm.clip_high")
+
+
+def _finite(section: Any, prefix: str = "") -> None:
+    """Refuse inf and nan anywhere below a section; most comparisons let one of them pass."""
+    for f in fields(section):
+        key, value = prefix + f.name, getattr(section, f.name)
+        if is_dataclass(value):
+            _finite(value, f"{key}.")
+        elif isinstance(value, float):
+            _require(math.isfinite(value) or key in INFINITY_MEANS_OFF, f"{key} must be a finite number, not {value}: try {key}=0.1")
+
+
+def _unread(key: str, value: Any, advice: str) -> None:
+    """Refuse a value that nothing would read; None and 0 mean "not set"."""
+    _require(not value, f"{key}={value} is not read {advice}")
+
+
 def _digits(section: str, digits: list[int]) -> None:
     _require(
         len(digits) == 2 and 1 <= digits[0] <= digits[1] <= 9,
@@ -175,7 +190,8 @@ class Lora:
     init: str
     """peft's init_lora_weights: default or gaussian. Both start at exactly zero update."""
     path: Optional[str]
-    """Folder of a LoRA adapter (PEFT format) to start from; a frozen copy of it is then the reference."""
+    """Folder of a LoRA adapter (PEFT format) to start from; a frozen copy of it is then the reference. The adapter brings its own
+    rank, alpha and init; those above are not read then."""
 
     def __post_init__(self):
         _positive("model.lora", rank=self.rank, alpha=self.alpha)
@@ -244,7 +260,7 @@ class TrainSplit:
 @dataclass
 class EvalSplit:
     path: Optional[str]
-    """File or hub id of the held-out rows; null: the split below of a hub data set, or `holdout` of a file."""
+    """File or hub id of the held-out rows; null: the split below of a hub data set when it is not the training split, else `holdout`."""
     split: str
     limit: Optional[int]
     holdout: float
@@ -291,6 +307,10 @@ class Data:
             self.source is not Source.rows or bool(self.path),
             "data.path is not set: try data.path=FILE.jsonl (or a hub id), or data=addition for the embedded task",
         )
+        if self.source is not Source.rows:
+            unread = {"path": self.path, "hub_config": self.hub_config, "eval.path": self.eval.path, "answer_marker": self.answer_marker}
+            for key, value in unread.items():
+                _unread(f"data.{key}", value, f"by data={self.source.name}: drop it, or try data=jsonl data.path=FILE.jsonl")
         _digits("data", self.digits)
         _positive("data", max_prompt_tokens=self.max_prompt_tokens)
         _require(0 <= self.revisit <= 1, f"data.revisit must lie in [0, 1], not {self.revisit}: try data.revisit=0.1")
@@ -319,17 +339,17 @@ def _rule(name: str, value: Any) -> Rule:
     keys = [f.name for f in fields(Rule)]
     _require(isinstance(value, dict) and bool(value.get("fn")), f"{here}.fn is not set: try +{here}.fn=package.module:function")
     for key in value:
-        near = difflib.get_close_matches(key, keys, 1)
+        near = difflib.get_close_matches(str(key), keys, 1)
         _require(
             key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else "")
         )
-    weight = value.get("weight", 1.0)
-    number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
-    _require(number, f"{here}.weight must be a finite number, not {weight!r}: try {here}.weight=1")
-    _require(isinstance(value.get("args", {}), dict), f"{here}.args must be a mapping, not {value.get('args')!r}: try '{here}.args={{}}'")
-    kind = value.get("kind", "outcome")
-    _require(kind in RuleKind.__members__, f"{here}.kind is outcome or process, not {kind!r}: try {here}.kind=outcome")
-    return Rule(str(value["fn"]), float(weight), value.get("args", {}), RuleKind[kind])
+    rule = Rule(**value)
+    number = isinstance(rule.weight, (int, float)) and not isinstance(rule.weight, bool) and math.isfinite(rule.weight)
+    _require(number, f"{here}.weight must be a finite number, not {rule.weight!r}: try {here}.weight=1")
+    _require(isinstance(rule.args, dict), f"{here}.args must be a mapping, not {rule.args!r}: try '{here}.args={{}}'")
+    kind = rule.kind if isinstance(rule.kind, RuleKind) else RuleKind.__members__.get(rule.kind)
+    _require(kind is not None, f"{here}.kind is outcome or process, not {rule.kind!r}: try {here}.kind=outcome")
+    return Rule(str(rule.fn), float(rule.weight), rule.args, kind)
 
 
 @dataclass
@@ -464,7 +484,14 @@ class Kl:
         )
         if moving:
             _not_negative("kl", end_beta=self.end_beta)
-        if self.schedule is KlSchedule.adaptive:
+        else:
+            _require(
+                self.end_beta is None,
+                f"kl.end_beta={self.end_beta} is not read by kl={self.schedule.name}: try kl=linear kl.end_beta={self.end_beta}",
+            )
+        if self.schedule is not KlSchedule.adaptive:
+            _unread("kl.target", self.target, f"by kl={self.schedule.name}: try kl=adaptive kl.target={self.target}")
+        else:
             _require(self.target is not None, "kl.target is not set, and kl=adaptive needs it: try kl.target=1")
             _require(
                 self.min_beta <= self.beta <= self.max_beta,
@@ -510,7 +537,7 @@ class Optimizer:
     betas: list[float]
     """Adam: decay rates of the first and second moment."""
     momentum: float
-    """SGD only."""
+    """SGD only; 0 elsewhere."""
     weight_decay: float
     grad_clip: float
     """Largest L2 norm of the gradient; 0 switches clipping off."""
@@ -525,6 +552,8 @@ class Optimizer:
         _not_negative(
             "optimizer", momentum=self.momentum, weight_decay=self.weight_decay, grad_clip=self.grad_clip, warmup_steps=self.warmup_steps
         )
+        if self.name is not OptimizerName.sgd:
+            _unread("optimizer.momentum", self.momentum, f"by optimizer={self.name.name}: try optimizer=sgd, or optimizer.betas=[0.9,0.95]")
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             f"optimizer.betas must be two numbers in [0, 1), not {self.betas}: try 'optimizer.betas=[0.9,0.95]'",
@@ -537,7 +566,6 @@ class Optimizer:
 
 @dataclass
 class Rollout:
-    name: RolloutName
     temperature: float
     """Logits are divided by it when sampling and in every training forward alike."""
     max_new_tokens: int
@@ -631,6 +659,7 @@ class GrpoRun:
     """Show the traceback of an error."""
 
     def __post_init__(self):
+        _finite(self)
         _positive(
             "",
             steps=self.steps,
@@ -641,7 +670,11 @@ class GrpoRun:
             sample_every=self.sample_every,
             log_every=self.log_every,
         )
-        _check_seed_and_device(self.seed, self.device)
+        _check_machine(self.seed, self.threads, self.device)
+        _require(
+            self.resume not in ("", "True", "False"),  # as omegaconf writes what was no text
+            f"resume={self.resume} is neither auto nor a run folder: try resume=auto",
+        )
         kl = self.kl
         _require(
             kl.warmup_steps < self.steps,
@@ -652,19 +685,14 @@ class GrpoRun:
             self.stop.metric in known,
             f"stop.metric={self.stop.metric} is not measured by this run (there are: {', '.join(known)}): try stop.metric=eval/accuracy",
         )
-        if (
-            self.data.source is Source.rows
-            and not self.data.eval.path
-            and Path(self.data.path).suffix == ""
-            and self.data.eval.split == self.data.train.split
-        ):
-            raise ValueError("data.eval.split equals data.train.split: held-out problems would be trained on: try data.eval.split=test")
 
 
-def _check_seed_and_device(seed: int, device: str) -> None:
+def _check_machine(seed: int, threads: int, device: str) -> None:
     _require(0 <= seed < 2**63, f"seed must be 0 or above, not {seed}: try seed=0")
-    kind = device.split(":")[0]
-    _require(kind in ("auto", "cpu", "cuda", "mps"), f"device={device} is unknown: try device=auto, cpu, cuda, cuda:1 or mps")
+    known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device, re.ASCII)
+    _require(bool(known), f"device={device} is unknown: try device=auto, cpu, cuda, cuda:1 or mps")
+    cores = os.cpu_count() or 1
+    _require(threads <= 4 * cores, f"threads={threads} is more than 4 for each of this machine's {cores} cores: try threads={cores}")
 
 
 @dataclass
@@ -693,8 +721,11 @@ class Demos:
             self.source is not DemoSource.rows or bool(self.path),
             "demos.path is not set: try demos.path=FILE.jsonl with the fields prompt and completion",
         )
+        if self.source is not DemoSource.rows:
+            _unread("demos.path", self.path, f"by demos={self.source.name}: drop it, or try demos=jsonl demos.path={self.path}")
         _digits("demos", self.digits)
-        for key in ("holdout", "guess_frac", "slip_frac", "broken_tag_frac"):
+        _require(0 < self.holdout < 1, f"demos.holdout must lie between 0 and 1, not {self.holdout}: try demos.holdout=0.1")
+        for key in ("guess_frac", "slip_frac", "broken_tag_frac"):
             value = getattr(self, key)
             _require(0 <= value <= 1, f"demos.{key} must lie in [0, 1], not {value}: try demos.{key}=0.1")
 
@@ -714,5 +745,6 @@ class SftRun:
     debug: bool
 
     def __post_init__(self):
+        _finite(self)
         _positive("", steps=self.steps, batch_size=self.batch_size, threads=self.threads, log_every=self.log_every)
-        _check_seed_and_device(self.seed, self.device)
+        _check_machine(self.seed, self.threads, self.device)

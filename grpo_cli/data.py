@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from grpo_cli.config import BadGold, Data, Prompt, Source
@@ -277,14 +278,22 @@ def _filled(template: str, values: dict[str, Any], where: str) -> str:
 
 
 def _problem(item: _Item, prompt: Prompt) -> Problem:
+    fields = _frozen(item.fields)
     text = _filled(prompt.template, {**item.fields, "question": item.question, "answer": item.answer}, item.id)
     if not prompt.chat:
-        return Problem(item.id, text, item.answer, item.fields)
+        return Problem(item.id, text, item.answer, fields)
     turns = [("system", prompt.system)] if prompt.system else []
     for example in prompt.examples:
         turns += [("user", example.user), ("assistant", example.assistant)]
     messages = [{"role": role, "content": content} for role, content in [*turns, ("user", text)]]
-    return Problem(item.id, messages, item.answer, item.fields)
+    return Problem(item.id, messages, item.answer, fields)
+
+
+def _frozen(value: Any) -> Any:
+    """Read-only through and through: a rule that kept something in a problem's fields would score differently after a resume."""
+    if isinstance(value, dict):
+        return MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
+    return tuple(_frozen(inner) for inner in value) if isinstance(value, list) else value
 
 
 # Generators

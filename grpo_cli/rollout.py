@@ -80,6 +80,8 @@ def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, uniforms_N
         step["attention_mask"] = mask[:, : S + t + 1]
         logits = policy.lm(input_ids=token[:, None], past_key_values=cache, use_cache=True, **step).logits[:, -1]
         position = position + 1
+    if not torch.isfinite(logprobs_NT).all():
+        raise ValueError("the policy no longer gives finite probabilities: try a lower optimizer.lr, or optimizer.grad_clip=1")
     return tokens_NT, logprobs_NT
 
 
@@ -89,7 +91,8 @@ def _inverse_cdf(logprobs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     total_N = cumulative_NV[:, -1]
     # Rounding may leave the total off 1; staying below it keeps the search inside the row.
     below_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-    return torch.searchsorted(cumulative_NV, below_N[:, None], right=True)[:, 0]
+    token_N = torch.searchsorted(cumulative_NV, below_N[:, None], right=True)[:, 0]
+    return token_N.clamp(max=logprobs_NV.shape[1] - 1)  # beyond the end only when a probability is NaN, which the caller refuses
 
 
 def _to_groups(policy: Policy, prompts: list[EncodedProblem], G: int, tokens_NT: Tensor, logprobs_NT: Tensor) -> list[Group]:

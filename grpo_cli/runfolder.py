@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli.config import GrpoRun, SftRun
 from grpo_cli.runtime import versions
@@ -26,6 +27,7 @@ BASE = {GrpoRun: "_grpo", SftRun: "_sft"}
 DONE = ("finished", "stopped")
 
 # Keys that may change between the parts of one run.
+# Of stop the metric is fixed, since it chose the best checkpoint so far.
 FREE = ["steps", "stop", "eval_every", "save_every", "keep_checkpoints", "sample_every", "log_every", "tracker", "resume", "debug"]
 
 
@@ -89,17 +91,19 @@ def load(folder: str | Path) -> dict:
         raise ValueError(f"not a run folder: {folder} has no config.yaml: name the folder that holds config.yaml and summary.json")
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"not a run folder: {path} cannot be read: {' '.join(str(error).split())}") from None
     defaults = content.pop("defaults", None) if isinstance(content, dict) else None
-    if not defaults or defaults[0] not in BASE.values():
+    if not isinstance(defaults, list) or defaults[:1] not in [[base] for base in BASE.values()]:
         raise ValueError(f"not a run folder: {path} was not written by a run")
     return content
 
 
 def identity(values: dict) -> dict:
     """What must be equal for a run to be continued."""
-    return {key: value for key, value in values.items() if key not in FREE}
+    stop = values.get("stop")
+    metric = {"stop.metric": stop.get("metric")} if isinstance(stop, dict) else {}
+    return {key: value for key, value in values.items() if key not in FREE} | metric
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
@@ -111,11 +115,12 @@ def differences(old: Any, new: Any, key: str = "") -> list[str]:
 
 
 def summary(folder: Path) -> dict:
-    """The run's summary.json; empty when there is none."""
+    """The run's summary.json; empty when there is none, or none that can be read."""
     try:
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        content = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def holds_run(folder: Path) -> bool:
@@ -175,7 +180,7 @@ def record_failure(folder: Path, error: BaseException) -> None:
 class RunFolder:
     """The folder while this process works in it: locked, with config.yaml and summary.json written.
 
-    Leaving by an exception writes status failed (an interrupt: interrupted) and the reason.
+    Leaving by an exception, SystemExit too, writes status failed (an interrupt: interrupted) and the reason.
     """
 
     def __init__(self, path: Path, cfg: GrpoRun | SftRun, overrides: list[str], resume: bool):
@@ -226,10 +231,10 @@ class RunFolder:
 
     def __exit__(self, _kind, error: BaseException | None, _traceback) -> None:
         try:
-            if isinstance(error, Exception):
-                record_failure(self.path, error)
-            elif error is not None:
+            if isinstance(error, KeyboardInterrupt):
                 with contextlib.suppress(OSError):
                     self.update(status="interrupted", reason=type(error).__name__)
+            elif error is not None:
+                record_failure(self.path, error)
         finally:
             self._lock.close()

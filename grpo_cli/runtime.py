@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -59,6 +61,25 @@ def script(name: str) -> str:
     """What to type for one of this package's commands: its name, or its path when the environment is not activated."""
     beside = Path(sys.executable).parent / name
     return name if shutil.which(name) or not beside.exists() else os.path.relpath(beside)
+
+
+_PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)\Z)[A-Za-z_/][\w./-]*", re.ASCII | re.IGNORECASE)
+"""Values that Hydra and the shell read as they stand."""
+
+
+def hydra_text(key: str, value: object) -> str:
+    """key=VALUE in Hydra's override grammar, for any text: resume=outputs/a, resume='my runs/a'."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # a literal ${ is no interpolation
+    if _PLAIN.fullmatch(text):
+        return f"{key}={text}"
+    inner = re.sub(r"(\\*)'", r"\1\1\\'", text)  # backslashes count before a quote only, and at the end
+    return f"{key}='{inner}{inner[len(inner.rstrip(chr(92))) :]}'"
+
+
+def hydra_override(key: str, value: object) -> str:
+    """The same to be pasted into a shell: "resume='my runs/a'"."""
+    text = hydra_text(key, value)
+    return f'"{text}"' if "'" in text and not set(text) & set('"$`\\!') else shlex.quote(text)
 
 
 class Interrupts:

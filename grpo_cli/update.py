@@ -29,8 +29,8 @@ def improve(
     """algorithm.updates_per_rollout optimizer steps on one batch, each on all of it, summed over micro-batches.
 
     The loss is sum_t weight_t (policy part + beta KL - entropy_bonus entropy). The log-probs of the sampling policy are those of the
-    first pass itself, made before any weight has moved: no extra forward, and the first ratio is exactly 1. Raises
-    FloatingPointError, before the weights are touched, when the gradient is not finite.
+    first pass itself, made before any weight has moved: no extra forward, and the first ratio is exactly 1. Raises ValueError, before
+    that gradient is applied, when a gradient is not finite.
     """
     T = batch.completion_ids_BT.shape[1]
     mask_BT = length_mask(batch.completion_lengths_B, T)
@@ -69,7 +69,7 @@ def improve(
             clipped_sum += (is_clipped(ratio_BT.detach(), part.advantages_BT, *clip) & trained_BT).sum().item()
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.trainable.values(), grad_clip or math.inf).item()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError("the gradient is not finite: try a lower optimizer.lr, optimizer.grad_clip=1 or model.dtype=float32")
+            raise ValueError("the gradient is not finite: try a lower optimizer.lr or kl.beta, or model.dtype=float32")
         optimizer.step()
         schedule.step()
         losses.append(loss_sum)

@@ -22,7 +22,6 @@ from grpo_cli.config import (
     Placement,
     Ratio,
     Rollout,
-    RolloutName,
     Std,
     Truncated,
 )
@@ -76,7 +75,7 @@ def model_section(path, lora: Lora | None = Lora(4, 8, "default", None), **chang
 
 
 def rollout_section(temperature: float = 1.0, max_new_tokens: int = 12, rows_at_once: int = 64) -> Rollout:
-    return Rollout(RolloutName.native, temperature, max_new_tokens, rows_at_once)
+    return Rollout(temperature, max_new_tokens, rows_at_once)
 
 
 def algorithm_section(**changes) -> Algorithm:

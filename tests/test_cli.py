@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from grpo_cli import cli, runfolder
 from grpo_cli.runfolder import RunFolder
+from grpo_cli.runtime import hydra_override
 from grpo_cli.tracking import jobs
 
 SCRIPTS = Path(sys.executable).parent
@@ -25,7 +27,7 @@ def script(name, *argv, cwd, **variables):
 
 
 class Stage(types.ModuleType):
-    """Stands in for a stage. kl.beta says how it ends: 2 and 3 fail, 4 is interrupted."""
+    """Stands in for a stage. kl.beta says how it ends: 2, 3, 5 and 6 fail, 4 is interrupted."""
 
     def __init__(self):
         super().__init__("stage")
@@ -38,6 +40,10 @@ class Stage(types.ModuleType):
                 raise ValueError("this beta is the user's mistake")
             if cfg.kl.beta == 3:
                 raise KeyError("ours")
+            if cfg.kl.beta == 5:
+                raise SystemExit(0)
+            if cfg.kl.beta == 6:
+                raise GeneratorExit
             if cfg.kl.beta == 4:
                 folder.update(status="interrupted", reason="SIGTERM")
                 return folder.summary
@@ -53,6 +59,11 @@ def stage(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["grpo-train"])
     monkeypatch.chdir(tmp_path)
     return stage
+
+
+def cli_config(*overrides):
+    with cli.Composer(cli.TRAIN, None, None) as composer:
+        return cli.convert(composer.compose(list(overrides)), list(overrides))
 
 
 def run(*argv, command=cli.TRAIN):
@@ -123,7 +134,23 @@ print(sorted({"torch", "transformers", "peft", "wandb", "rich"} & set(sys.module
         (["-m", "kl=constant,linaer"], "job 1 (kl=linaer): kl=linaer: there is no option linaer"),
         (["-m", "kl.betta=0,1"], "job 0 (kl.betta=0): kl.betta is unknown"),
         (["-m", "kl.beta=interval(0,1)"], "list the values instead"),
+        (["-m", "resume=nowhere,auto"], "job 0 (resume=nowhere): resume=nowhere continues one run, and a sweep continues by itself"),
         (["-m", "~reward.rules.format", "kl.beta=0,1"], "a sweep cannot drop a key"),
+        (["-m", "seed=glob(*)"], "seed=glob(*) stands for no value at all, so the sweep has no job: list the values"),
+        (["-m", "kl.beta=0,1", "seed=range(1,1)"], "seed=range(1,1) stands for no value at all"),
+        (["-m", "seed=range(1,5,0)"], "must not be zero: list the values instead"),
+        (["-m", "seed=1,2", "hydra.run.dir=a"], "hydra.run.dir=a is not read by a sweep: try hydra.sweep.dir=FOLDER"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=same"], "job 1 (seed=2): it would share the folder"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=${kl.beta}"], "/0.04 with job 0: drop hydra.sweep.subdir"),
+        (["-m", "seed=1,2", "hydra.sweep.dir=s/${seed}"], "hydra.sweep.dir differs between the jobs (s/1, s/2)"),
+        (["-m", "seed=1,2", "hydra.sweep.dir="], "hydra.sweep.dir is empty: try hydra.sweep.dir=FOLDER"),
+        (["-m", "seed=1,2", "hydra.sweep.subdir=${nope}"], "hydra.sweep.subdir: Interpolation key 'nope' not found"),
+        (["hydra.sweep.dir=s"], "hydra.sweep.dir=s is not read without -m: add -m, or choose the folder with hydra.run.dir=FOLDER"),
+        (["hydra.run.dir="], "hydra.run.dir is empty: try hydra.run.dir=FOLDER"),
+        (["hydra.run.dir=???"], "hydra.run.dir: Missing mandatory value: hydra.run.dir: try hydra.run.dir=FOLDER"),
+        (["hydra.run.dir=${nope}"], "hydra.run.dir: Interpolation key 'nope' not found: try hydra.run.dir=FOLDER"),
+        (["hydra.run.dir='\\${x}'"], "hydra.run.dir=${x}: Hydra cannot work in a folder whose path holds a literal ${: choose another one"),
+        (["resume=ünï"], """try "resume='ünï'\""""),
         (["-m", "+hydra.sweeper.params={kl.beta: 1}"], "hydra.sweeper.params is null here"),
         (["hydra.run.dir=file/x"], "cannot make the folder file/x: Not a directory: choose another one with hydra.run.dir=FOLDER"),
     ],
@@ -211,6 +238,48 @@ def test_a_failing_run_says_one_thing_and_keeps_the_traceback(stage, capsys, bet
     assert capsys.readouterr().err == shown
     assert runfolder.summary(Path("a"))["status"] == "failed"
     assert "in run\n" in Path("a/error.log").read_text()
+
+
+@pytest.mark.parametrize(("beta", "error"), [(5, "SystemExit: 0"), (6, "GeneratorExit: ")])
+def test_an_exit_out_of_a_run_does_not_pass_for_success(stage, capsys, beta, error):
+    assert run("hydra.run.dir=a", f"kl.beta={beta}") == 1
+    assert capsys.readouterr().err == f"error: {error}\nThe traceback is in a/error.log\n"
+    assert runfolder.summary(Path("a"))["status"] == "failed"
+    assert run("-m", f"kl.beta={beta},1", "hydra.sweep.dir=s") == 1
+    assert capsys.readouterr().err == f"error: job 0 (kl.beta={beta}): {error}\nThe traceback is in s/0/error.log\n"
+    assert [runfolder.summary(Path("s") / str(n))["status"] for n in range(2)] == ["failed", "finished"]
+
+
+FOLDERS = ["my runs", "ünï", "a=b", "a,b", "a'b", 'a"b', "a\\b", "a\\", "a\\'", "~x", "$x", "true", "null", "0", "1_0", "#a", "{a}", "-a"]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_any_name_can_be_given_continued_and_measured(stage, monkeypatch, name):
+    (given,), (resumed,), (measured,) = (shlex.split(hydra_override(key, name)) for key in ("hydra.run.dir", "resume", "run"))
+    assert run(given, "kl.beta=4") == 130
+    assert run(resumed, "steps=9") == 130
+    assert [call[0] for call in stage.calls] == [name, name]
+    assert [path.name for path in Path().iterdir()] == [name]
+    module = types.ModuleType("evaluation")
+    module.run = lambda cfg, folder, checkpoint: {"folder": stage.calls.append(str(folder))}
+    monkeypatch.setitem(sys.modules, "grpo_cli.stages.eval", module)
+    assert evaluate(measured) == 0 and evaluate(f"run={name}") == (1 if name[0] in "'\"" else 0)
+    assert stage.calls[2] == name
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_sweep_goes_to_a_folder_of_any_name(stage, name):
+    (given,) = shlex.split(hydra_override("hydra.sweep.dir", name))
+    assert run("-m", "kl.beta=0.5,1", given) == 0
+    assert [call[0] for call in stage.calls] == [f"{name}/0", f"{name}/1"]
+
+
+def test_a_quoted_tilde_is_the_home_folder(stage, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert run("hydra.run.dir='~/a'", "kl.beta=4") == 130
+    assert run("resume='~/a'", "hydra.run.dir='~/a'") == 130
+    assert run("-m", "kl.beta=0.5,1", "hydra.sweep.dir='~/s'") == 0
+    assert [call[0] for call in stage.calls] == ["home/a", "home/a", "home/s/0", "home/s/1"]
 
 
 @pytest.mark.parametrize("how", ["debug", "HYDRA_FULL_ERROR"])
@@ -325,6 +394,21 @@ def test_other_jobs_in_a_sweeps_folder_are_refused_before_the_first_starts(stage
     assert stage.calls == []
 
 
+def test_a_sweep_whose_job_fails_before_it_has_its_folder_fails_though_the_folder_says_finished(stage, monkeypatch, capsys):
+    assert run("-m", "kl.beta=1,0.5", "hydra.sweep.dir=s", "steps=2") == 0
+    with RunFolder(Path("s/1"), cli_config("kl.beta=0.5", "steps=2"), [], resume=True) as held:
+        held.update(status="finished")
+        assert run("-m", "kl.beta=1,0.5", "hydra.sweep.dir=s", "steps=3") == 1
+    assert "s/1 is in use by process" in capsys.readouterr().err
+    assert [runfolder.summary(Path("s") / str(n))["status"] for n in range(2)] == ["finished", "finished"]
+
+
+def test_jobs_named_by_their_overrides_are_found_where_they_went(stage, capsys):
+    assert run("-m", "kl.beta=1,0.5", "seed=3", "hydra.sweep.dir=s", "hydra.sweep.subdir='${hydra:job.override_dirname}'") == 0
+    assert [call[0] for call in stage.calls] == ["s/kl.beta=1", "s/kl.beta=0.5"]
+    assert capsys.readouterr().out.count("finished") == 2
+
+
 def test_a_sweep_written_in_a_recipe_is_checked_and_run(stage, capsys):
     Path("mine").mkdir()
     recipe = "defaults: [grpo, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {kl.beta: '1,-1'}}}\n"
@@ -367,8 +451,10 @@ def evaluation(stage, monkeypatch):
 
 
 def test_grpo_eval_takes_the_runs_config_with_overrides(evaluation, capsys):
-    assert evaluate("run=a", "evaluation.samples_per_problem=8", "data.eval.limit=500", "checkpoint=last", "device=cpu") == 0
+    free = ["device=cpu", "model.dtype=bfloat16", "model.micro_batch_tokens=99"]
+    assert evaluate("run=a", "evaluation.samples_per_problem=8", "data.eval.limit=500", "checkpoint=last", *free) == 0
     ((cfg, folder, checkpoint),) = evaluation.calls
+    assert (cfg.model.dtype.name, cfg.model.micro_batch_tokens) == ("bfloat16", 99)
     assert (folder, checkpoint) == (Path("a"), "last")
     assert (cfg.kl.beta, cfg.evaluation.samples_per_problem, cfg.data.eval.limit, cfg.device) == (1.0, 8, 500, "cpu")
     assert re.search(r"eval/accuracy +0.5000 \+- 0.2500  \(n=4\)", capsys.readouterr().out)
@@ -387,6 +473,10 @@ def test_grpo_eval_measures_the_best_checkpoint_by_default(evaluation):
         (["run=a", "data=gsm8k"], "data=gsm8k cannot be changed here: grpo-eval run=a uses that run's own values"),
         (["run=a", "data.eval.limt=5"], "Try data.eval.limit=5"),
         (["run=a", "-m"], "no flags but --help"),
+        (["run=a", "model.lora.rank=4"], "model.lora.rank=4 cannot be changed here: a checkpoint fits only the model"),
+        (["run=a", "model.path=b"], "model.path=b cannot be changed here"),
+        (["run=a", "model={dtype: bfloat16}"], "model={dtype: bfloat16} cannot be changed here"),
+        (["run=a", "~model.lora"], "~model.lora cannot be changed here"),
         (["run=a", "checkpoint=7"], "there is no step 7"),
     ],
 )
@@ -395,6 +485,15 @@ def test_grpo_eval_refuses_what_it_cannot_do_and_leaves_the_summary_alone(evalua
     assert evaluate(*argv) == 1
     assert words in capsys.readouterr().err
     assert Path("a/summary.json").read_text() == before
+
+
+def test_an_exit_out_of_an_evaluation_does_not_pass_for_success(evaluation, capsys):
+    def leave(*_):
+        raise SystemExit(0)
+
+    evaluation.run = leave
+    assert evaluate("run=a") == 1
+    assert capsys.readouterr().err == "error: SystemExit: 0\nThe traceback is in a/error.log\n"
 
 
 def test_grpo_sft_runs_its_stage_in_the_folder_given(stage, monkeypatch):

@@ -242,7 +242,7 @@ def test_templates_fill_fields_and_leave_other_braces_alone(tmp_path):
     template = r"{question} {target} {nums} \boxed{} \frac{1}{2} {{answer}} \boxed{{}} \boxed{\frac{1}{2}}"
     train, _, _ = load_problems(section(path=path, eval_path=eval_path, template=template))
     assert train[0].prompt == r"What is {target}? {answer} [1, 2] \boxed{} \frac{1}{2} {answer} \boxed{} \boxed{\frac{1}{2}}"
-    assert train[0].fields == {"target": "{answer}", "nums": [1, 2]} and train[0].answer == "3"
+    assert train[0].fields == {"target": "{answer}", "nums": (1, 2)} and train[0].answer == "3"
 
 
 def test_an_unknown_field_in_a_template_lists_the_fields(tmp_path):

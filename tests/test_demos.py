@@ -104,7 +104,18 @@ def test_tags_break_in_four_ways_and_the_content_stays():
 def test_no_held_out_question_is_ever_demonstrated():
     questions = [question for question, _ in draw()]
     assert not any(is_heldout(question, 0.1) for question in questions)
-    assert any(is_heldout(question, 0.1) for question, _ in draw(holdout=0.0))  # so the check above can fail
+    assert any(is_heldout(question, 0.1) for question, _ in draw(holdout=0.001))  # so the check above can fail
+
+
+@pytest.mark.parametrize("holdout", [0.0, 1.0, float("nan")])
+def test_a_holdout_of_nothing_or_all_is_refused(holdout):
+    with pytest.raises(ValueError, match=f"demos.holdout must lie between 0 and 1, not {holdout}: try demos.holdout=0.1"):
+        section(holdout=holdout)
+
+
+def test_a_holdout_that_takes_every_question_ends_in_a_message():
+    with pytest.raises(ValueError, match=r"demos.holdout=0.9999 leaves no question of \[1, 1\] digits: try demos.holdout=0.1"):
+        draw(1, digits=[1, 1], holdout=0.9999)  # 81 sums, each left with a chance of 1 in 10,000
 
 
 def test_numbers_are_of_equal_length_and_both_lengths_occur_alike():

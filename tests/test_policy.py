@@ -1,10 +1,11 @@
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from models import encoded, model_section, random_llama, rollout_section, shake
+from models import character_tokenizer, encoded, model_section, random_llama, rollout_section, shake
 
 from grpo_cli.batch import collate, micro_batches, take
 from grpo_cli.config import Dtype, Lora, Truncated
@@ -81,7 +82,9 @@ def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference(mod
     assert torch.equal(copy.annotate(batch, True).reference_logprobs_BT, here.detach())
 
 
-@pytest.mark.parametrize("change", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}, {"bias": "all"}])
+@pytest.mark.parametrize(
+    "change", [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"use_dora": True}, {"bias": "all"}, {"lora_bias": True}]
+)
 def test_adapters_that_would_break_the_reference_are_refused(model_folder, tmp_path, change):
     policy_for(model_folder).save(tmp_path)
     file = tmp_path / "adapter_config.json"
@@ -163,16 +166,24 @@ def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
     assert int(out.split()[-1]) * scale < 0.9 * 2**30
 
 
-def test_bfloat16_logits_are_scored_in_float32(tmp_path):
-    folder = random_llama(tmp_path, vocabulary=50_000, hidden_size=32)
-    exact = policy_for(folder)
-    batch = rolled_out(exact, "1+1=", "22+22=")
-    rounded = policy_for(folder, dtype=Dtype.bfloat16)
+def test_bfloat16_hidden_states_are_scored_in_float32(tmp_path):
+    # Logits as wide as +-40: in bfloat16 they would come in steps of 0.25.
+    folder = random_llama(tmp_path, vocabulary=50_000, tie_word_embeddings=True)
+    policy = policy_for(folder, dtype=Dtype.bfloat16)
+    policy.lm.get_output_embeddings().weight.data *= 8
+    assert policy.model.get_input_embeddings().weight.dtype is torch.bfloat16
+    assert all(p.dtype is torch.float32 for p in policy.trainable.values())
+    batch = take(rolled_out(policy, "1+1=", "22+22="), torch.tensor([0]))
+    S, n = batch.prompt_ids_BS.shape[1], int(batch.completion_lengths_B[0])
+    seen = []
+    policy.lm.base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output.last_hidden_state))
     with torch.no_grad():
-        gap = (exact.token_logprobs(batch).logprobs_BT - rounded.token_logprobs(batch).logprobs_BT).abs()
-    assert rounded.model.get_input_embeddings().weight.dtype is torch.bfloat16
-    assert all(p.dtype is torch.float32 for p in rounded.trainable.values())
-    assert gap.max().item() < 0.05
+        scored_BT = policy.token_logprobs(batch).logprobs_BT
+        logits = seen[0][0, S - 1 : S - 1 + n].double() @ policy.lm.get_output_embeddings().weight.double().T
+    assert logits.abs().max() > 20
+    logits[:, policy._forbidden] = -torch.inf
+    exact = torch.log_softmax(logits, 1).gather(1, batch.completion_ids_BT[0, :n, None])[:, 0]
+    assert (scored_BT[0, :n] - exact).abs().max().item() < 1e-3
 
 
 def test_micro_batches_hold_every_row_once_and_stay_within_the_budget(model_folder):
@@ -220,6 +231,16 @@ def test_a_template_without_a_system_role_gets_the_system_text_in_the_first_user
     assert kept.prompt_text == "ube brief\n\n1+1=a"
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{% for m in messages %}{% if m['role'] == 'nobody' %}x{% endif %}{% endfor %}"]
+)
+def test_a_template_that_takes_or_keeps_nothing_is_refused(model_folder, template):
+    policy = policy_for(model_folder)
+    policy.tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"data\.prompt"):
+        policy.encode(chat_problem(("system", "be brief"), ("user", "1+1")), 64, 12)
+
+
 def test_a_model_without_a_chat_template_says_what_to_type(model_folder):
     with pytest.raises(ValueError, match=r"data\.prompt\.chat=false"):
         policy_for(model_folder).encode(chat_problem(("user", "1+1")), 64, 12)
@@ -231,11 +252,84 @@ def test_absent_models_are_named(tmp_path):
         "./nowhere": "no such folder",
         str(tmp_path / "empty"): "no tokenizer",
         "package:not_a_package": r"grpo-cli\[smollm2\]",
+        "package:sys": r"grpo-cli\[smollm2\]",
+        "package:nope.sub": r"grpo-cli\[smollm2\]",
         "asset:nothing": "not a folder",
     }
     for path, message in cases.items():
         with pytest.raises(ValueError, match=message):
             policy_for(path)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [Lora(4, 8, "default", None), None])
+def test_dropout_in_the_base_model_is_off_before_and_behind_a_rollout(tmp_path, lora, checkpointing):
+    # OPT calls dropout as a function, with a number kept in its layers.
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    tokenizer = character_tokenizer()
+    config = OPTConfig(vocab_size=len(tokenizer), max_position_embeddings=128, dropout=0.3, attention_dropout=0.3, **sizes)
+    config.update({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = policy_for(tmp_path, lora=lora, gradient_checkpointing=checkpointing)
+    batch = rolled_out(policy, "1+1=", "22+22=")
+    first, second = (policy.token_logprobs(batch).logprobs_BT for _ in range(2))
+    assert torch.equal(first, second)
+    assert (first - batch.sampled_logprobs_BT).abs().max().item() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text", "GPT2", "Qwen2", "Qwen3", "Mistral", "Granite"])
+def test_other_architectures_sample_what_they_score(tmp_path, kind):
+    import transformers
+
+    tokenizer = character_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 128}
+    if kind == "GPT2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    elif kind.startswith(("Gemma", "Mistral")):
+        sizes["sliding_window"] = 6
+    if kind == "Granite":
+        sizes["logits_scaling"] = 8.0
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer) + 8, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2, **sizes
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = policy_for(tmp_path)
+    shake(policy)
+    batch = rolled_out(policy, "1+1=", "a longer prompt 22+22=", G=4)
+    assert (policy.token_logprobs(batch)[0] - batch.sampled_logprobs_BT).abs().max().item() < 1e-4
+
+
+def test_a_model_file_with_a_weight_missing_is_refused(model_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model_folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors")
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj"):
+        policy_for(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="no causal language model"):
+        policy_for(tmp_path / "model")
+
+
+def test_an_adapter_of_another_model_or_on_the_head_is_refused(model_folder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    policy_for(random_llama(tmp_path / "other", hidden_size=64)).save(tmp_path / "foreign")
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "lm_head"])).save_pretrained(
+        tmp_path / "head", save_embedding_layers=False
+    )
+    for name, words in (("foreign", "does not fit"), ("head", "head")):
+        with pytest.raises(ValueError, match=words):
+            policy_for(model_folder, lora=Lora(4, 8, "default", str(tmp_path / name)))
 
 
 def test_a_folder_with_a_tokenizer_but_no_weights_is_named(model_folder, tmp_path):

@@ -62,6 +62,30 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         runfolder.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage", [b"a: ${b}", b"a: ${b", b"{", b"5", b"[]", b"", b"\xff\xfe", b"defaults: 3", b"defaults: {_grpo: 1}"], ids=repr
+)
+def test_a_damaged_config_is_one_message_and_does_not_hide_another_run(tmp_path, damage):
+    leave(tmp_path / "whole", compose())
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.yaml").write_bytes(damage)
+    with pytest.raises(
+        ValueError, match=r"not a run folder: \S+/damaged/config.yaml (cannot be read: |was not written by a run)"
+    ) as caught:
+        runfolder.load(tmp_path / "damaged")
+    assert "\n" not in str(caught.value)
+    assert runfolder.newest_unfinished(tmp_path, compose()) == tmp_path / "whole"
+
+
+@pytest.mark.parametrize("damage", [b"[]", b"5", b"{", b"", b"\xff\xfe"], ids=repr)
+def test_a_damaged_summary_counts_as_none(tmp_path, damage):
+    leave(tmp_path / "a", compose(), "finished")
+    (tmp_path / "a" / "summary.json").write_bytes(damage)
+    assert runfolder.summary(tmp_path / "a") == {}
+    assert runfolder.newest_unfinished(tmp_path, compose()) == tmp_path / "a"
+    assert not runfolder.is_done(tmp_path / "a", compose())
+
+
 def test_a_running_folder_is_locked_and_says_by_whom(tmp_path):
     cfg = compose()
     with RunFolder(tmp_path, cfg, [], resume=False), pytest.raises(ValueError, match=f"in use by process {os.getpid()} on .*: wait for it"):
@@ -106,6 +130,14 @@ def test_steps_and_the_tracker_may_change_when_a_run_is_continued(tmp_path):
     assert runfolder.load(tmp_path)["steps"] == 7
 
 
+def test_when_to_stop_may_change_but_not_by_which_metric(tmp_path):
+    leave(tmp_path, compose())
+    with RunFolder(tmp_path, compose(["stop.patience=3", "stop.threshold=0.9"]), [], resume=True):
+        pass
+    with pytest.raises(ValueError, match=r"another config: stop.metric was eval/accuracy, is now eval/reward: "):
+        RunFolder(tmp_path, compose(["stop.metric=eval/reward"]), [], resume=True).__enter__()
+
+
 def test_a_failure_is_recorded_with_its_traceback(tmp_path):
     with pytest.raises(ZeroDivisionError), RunFolder(tmp_path, compose(), ["seed=1"], resume=False):
         _ = 1 / 0
@@ -117,6 +149,14 @@ def test_a_failure_is_recorded_with_its_traceback(tmp_path):
         1,
     )
     assert "1 / 0" in (tmp_path / "error.log").read_text()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()], ids=repr)
+def test_leaving_by_an_exit_is_a_failure(tmp_path, error):
+    with pytest.raises(type(error)), RunFolder(tmp_path, compose(), [], resume=False):
+        raise error
+    found = runfolder.summary(tmp_path)
+    assert found["status"] == "failed" and found["reason"].startswith(type(error).__name__)
 
 
 def test_an_interrupt_is_not_a_failure(tmp_path):

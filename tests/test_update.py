@@ -119,7 +119,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(model_fol
     advantages = torch.full((3, 4), math.inf)
     policy, optimizer, schedule, batch = set_up(model_folder, advantages_PG=advantages)
     before = {name: p.detach().clone() for name, p in policy.trainable.items()}
-    with pytest.raises(FloatingPointError, match=r"optimizer\.lr"):
+    with pytest.raises(ValueError, match=r"optimizer\.lr"):
         improve(policy, optimizer, schedule, batch, 0.04, algorithm_section(), kl_section(), 1.0, 12)
     assert all(torch.equal(p, before[name]) for name, p in policy.trainable.items())
 
@@ -153,8 +153,8 @@ def test_learning_rate_warms_up_and_ends_on_its_final_share():
 @pytest.mark.parametrize("name", OptimizerName)
 def test_every_optimizer_goes_downhill(name):
     x = torch.nn.Parameter(torch.tensor([3.0]))
-    section = optimizer_section(lr=0.1, momentum=0.5)
-    section.name = name
+    section = optimizer_section(lr=0.1)
+    section.name, section.momentum = name, 0.5 if name is OptimizerName.sgd else 0.0
     optimizer, schedule = build_optimizer([x], section, 50)
     for _ in range(50):
         optimizer.zero_grad()

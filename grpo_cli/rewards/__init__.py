@@ -52,7 +52,9 @@ def _imported(key: str, fn: str) -> Any:
         sys.path.append(os.getcwd())  # at the end, so that a folder of the user's never hides an installed package
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # anything may happen while a user's module runs
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # anything may happen while a user's module runs, sys.exit too
         absent = isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}.")
         raise ValueError(
             f"{key}.fn={fn}: there is no module {error.name} here or among the installed packages; run from the folder that holds it"
@@ -128,7 +130,9 @@ def _call(name: str, rule: LoadedRule, sample: Sample) -> list[tuple[int, float]
     """The rule's verdicts as (end in the text, score): one for an outcome, one per step of a process, none when it does not apply."""
     try:
         value = rule.function(sample, **rule.args)
-    except Exception as error:  # a user's rule may raise anything; a swallowed error would read as a score
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a user's rule may raise anything, SystemExit too; a swallowed error would read as a score
         raise ValueError(f"reward rule {name!r} raised {type(error).__name__}: {error}; {_shown(sample)}") from error
     if value is NOT_APPLICABLE:
         return []

@@ -1,6 +1,5 @@
 """The GRPO run: assemble the pieces, then sample, score, weigh, improve, until the budget is spent or there is a reason to stop."""
 
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from grpo_cli.policy import Policy, load_policy
 from grpo_cli.records import EncodedProblem, Group, Problem
 from grpo_cli.rewards import load_rules
 from grpo_cli.rollout import token_of
-from grpo_cli.runtime import Interrupts, Stopwatch, peak_memory_gib, pick_device, script, use_threads
+from grpo_cli.runtime import Interrupts, Stopwatch, hydra_override, peak_memory_gib, pick_device, script, use_threads
 from grpo_cli.tracking import Tracker, announce
 from grpo_cli.update import improve
 
@@ -85,6 +84,11 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
         progress = Progress(**checkpoint.load(found, policy, optimizer, lr_schedule))
         beta_schedule.load_state(progress.beta)
         curriculum.cursor, curriculum.pass_rates = progress.cursor, progress.pass_rates
+        if progress.step > cfg.steps:
+            raise ValueError(
+                f"{folder.path} has taken {progress.step} steps already, more than steps={cfg.steps}: try steps={progress.step}"
+            )
+        checkpoint.point(folder.path, progress.step, progress.evaluations["best"]["step"])
         notes.append(f"resumed from {found.name}: {cfg.steps - progress.step} of {cfg.steps} steps to go")
     tracker = Tracker(
         folder.path,
@@ -179,6 +183,9 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
         summarise(status=status, reason=reason)
         tracker.finish(status, reason, _closing_lines(progress, folder.path, exported.name, status))
         return folder.summary
+    except KeyboardInterrupt:
+        tracker.finish("interrupted", f"after step {progress.step}", [_how_to_continue(folder.path)])
+        raise
     finally:
         tracker.finish("failed", f"after step {progress.step}", [f"run folder  {folder.path}"])
 
@@ -189,7 +196,8 @@ def _encode(policy: Policy, problems: list[Problem], cfg: GrpoRun, which: str, n
     if dropped:
         notes.append(f"{dropped} of {len(problems)} {which} prompts are longer than data.max_prompt_tokens={limit}: left out")
     if not encoded:
-        raise ValueError(f"no {which} prompt fits: try a larger data.max_prompt_tokens (now {limit})")
+        room = f"a larger data.max_prompt_tokens (now {limit}) or a smaller rollout.max_new_tokens (now {cfg.rollout.max_new_tokens})"
+        raise ValueError(f"no {which} prompt fits: try {room}")
     return encoded
 
 
@@ -238,6 +246,10 @@ def _closing_lines(progress: Progress, folder: Path, exported: str, status: str)
         f"best               step {best['step']}, kept in {exported}/",
         f"training           {progress.seconds:.0f} s, {progress.tokens} completion tokens",
         f"run folder         {folder}",
-        f"evaluate           {script('grpo-eval')} {shlex.quote(f'run={folder}')}",
+        f"evaluate           {script('grpo-eval')} {hydra_override('run', folder)}",
     ]
-    return lines if status == "finished" else [*lines, f"continue           {script('grpo-train')} {shlex.quote(f'resume={folder}')}"]
+    return lines if status == "finished" else [*lines, _how_to_continue(folder)]
+
+
+def _how_to_continue(folder: Path) -> str:
+    return f"continue           {script('grpo-train')} {hydra_override('resume', folder)}"

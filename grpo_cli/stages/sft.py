@@ -20,7 +20,7 @@ from grpo_cli.policy import Policy, load_policy
 from grpo_cli.randomness import generator, permutation
 from grpo_cli.records import Batch, Problem
 from grpo_cli.runfolder import RunFolder
-from grpo_cli.runtime import peak_memory_gib, pick_device, use_threads
+from grpo_cli.runtime import Interrupts, peak_memory_gib, pick_device, use_threads
 
 Encoded = tuple[list[int], list[int]]
 """A demonstration's prompt ids and completion ids, the end token included."""
@@ -28,11 +28,11 @@ Encoded = tuple[list[int], list[int]]
 
 def run(cfg: SftRun, run_dir: Path, overrides: list[str] | None = None) -> dict:
     """Train, save into `run_dir`/model (with LoRA: /adapter) and return the summary."""
-    with RunFolder(run_dir, cfg, overrides or [], resume=False) as folder:
-        return _train(cfg, folder)
+    with Interrupts() as interrupts, RunFolder(run_dir, cfg, overrides or [], resume=False) as folder:
+        return _train(cfg, folder, interrupts)
 
 
-def _train(cfg: SftRun, folder: RunFolder) -> dict:
+def _train(cfg: SftRun, folder: RunFolder, interrupts: Interrupts) -> dict:
     use_threads(cfg.threads)
     device = pick_device(cfg.device)
     policy = load_policy(cfg.model, device, cfg.seed, temperature=1.0, reference=False)
@@ -43,6 +43,8 @@ def _train(cfg: SftRun, folder: RunFolder) -> dict:
 
     with open(folder.path / "metrics.jsonl", "w", encoding="ascii", buffering=1) as metrics:
         for step in range(1, cfg.steps + 1):
+            if interrupts.received:
+                raise KeyboardInterrupt(interrupts.received)
             batch = to_device(collate(draw(step), policy.pad_id), device)
             optimizer.zero_grad()
             loss = completion_loss(policy, batch)

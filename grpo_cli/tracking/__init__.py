@@ -45,7 +45,12 @@ class Tracker:
         if self._files.damaged:
             self.warn(f"{self._files.damaged} unreadable line(s) in the row files of {run_dir} were left out")
         group, run_name = section.group or group, section.run_name or run_name
-        self._sink, say, text = open_sink(Path(run_dir), section, config, resume_step, wandb_id, group, run_name)
+        try:
+            self._sink, say, text = open_sink(Path(run_dir), section, config, resume_step, wandb_id, group, run_name)
+        except BaseException:  # a Ctrl-C while wandb is imported: give the terminal back
+            self._view.close()
+            self._files.close()
+            raise
         self.wandb_id: str | None = self._sink.id if self._sink else wandb_id
         """Goes into checkpoints, so that a resumed run stays one wandb run."""
         if text:

@@ -7,7 +7,7 @@ from grpo_cli.runfolder import summary
 
 def accuracy(folder: Path) -> str:
     """Sampled held-out accuracy at the first and the last evaluation, such as `0.28 -> 0.91`."""
-    found = summary(folder).get("evaluation", {})
+    found = summary(folder).get("evaluation") or {}
     values = [found.get(which, {}).get("eval/accuracy") for which in ("first", "last")]
     return "-" if None in values else f"{values[0]:.2f} -> {values[1]:.2f}"
 

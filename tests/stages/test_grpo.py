@@ -183,6 +183,8 @@ RULES = {
     "nothing": ("def rule(sample):\n    pass", "None"),
     "nan": ("def rule(sample):\n    return float('nan')", "nan"),
     "a_list": ("def rule(sample):\n    return [1.0, 0.0]", "list"),
+    "leaving": ("import sys\ndef rule(sample):\n    sys.exit(0)", "SystemExit"),
+    "writing": ("def rule(sample):\n    sample.problem.fields['n'] = 1\n    return 1.0", "mappingproxy"),
 }
 
 
@@ -218,6 +220,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(OSError, match="closed"):
         train(tmp_path / "closed/run")
+
+
+def test_a_policy_that_lost_its_numbers_ends_the_run_with_advice(tmp_path):
+    with pytest.raises(ValueError, match=r"optimizer\.lr"):
+        train(tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0")
+    assert runfolder.summary(tmp_path)["status"] == "failed"
 
 
 def test_a_context_window_too_small_is_told_before_training(tmp_path):

@@ -36,7 +36,7 @@ MOMENTS = {
     "between groups.jsonl and metrics.jsonl": kill_on_call(RowFiles, "append", 6),
     "behind an evaluation, before its save": kill_on_call(Tracker, "evaluation", 3, after=True),
     "inside a later save": kill_on_call(torch, "save", 3),
-    "behind the rename, before the pointers": kill_on_call(checkpoint, "_point", 4),
+    "behind the rename, before the pointers": kill_on_call(checkpoint, "point", 2),
     "while old checkpoints are removed": kill_on_call(shutil, "rmtree", 6),
     "inside the last update": kill_on_call(grpo, "improve", 9),
     "before the adapter is exported": kill_on_call(checkpoint, "export", 1),
@@ -150,6 +150,52 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(tmp_path, monkeypatch):
     monkeypatch.undo()
     train(tmp_path, "save_every=2", "resume=auto")
     assert len(rows(tmp_path, "metrics")) == 9
+
+
+def test_a_full_disk_under_the_adapters_own_writer_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch):
+    class SafetensorError(Exception):
+        """What safetensors raises is no OSError."""
+
+    def save(self, folder):
+        folder.mkdir()
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    train(tmp_path, "steps=4")
+    monkeypatch.setattr(Policy, "save", save)
+    with pytest.raises(OSError, match=r"could not save the checkpoint of step \d.*No space left"):
+        train(tmp_path, "steps=9", "resume=auto")
+    assert checkpoint.newest(tmp_path).name == "step_000004" and not list(tmp_path.glob("checkpoints/.*"))
+
+
+def test_lost_or_copied_pointers_are_mended(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "lost", symlinks=True)
+    (tmp_path / "lost/checkpoints/best").unlink()
+    (tmp_path / "lost/checkpoints/last").unlink()
+    shutil.copytree(whole, tmp_path / "followed", symlinks=False)  # best and last are folders now
+    shutil.copytree(whole, tmp_path / "bestless", symlinks=True)
+    shutil.rmtree(checkpoint.find(tmp_path / "bestless", "best"))
+    for name in ("lost", "followed", "bestless"):
+        assert train(tmp_path / name, "steps=9", "resume=auto")["status"] == "finished"
+        assert (tmp_path / name / "checkpoints/best").is_symlink()
+        assert checkpoint.find(tmp_path / name, "last").name == "step_000009"
+
+
+def test_foreign_folders_among_the_checkpoints_do_not_count(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    for name in ("step_abc", "step_000003.bak"):
+        shutil.copytree(checkpoint.newest(whole), tmp_path / "run/checkpoints" / name)
+    shutil.copytree(checkpoint.newest(whole), tmp_path / "run/checkpoints/step_1000000")
+    assert checkpoint.newest(tmp_path / "run").name == "step_1000000"
+
+
+def test_a_run_made_longer_follows_its_new_learning_rate_at_once(tmp_path):
+    train(tmp_path / "long", "steps=8", "optimizer.warmup_steps=2")
+    train(tmp_path / "grown", "steps=4", "optimizer.warmup_steps=2")
+    train(tmp_path / "grown", "steps=8", "optimizer.warmup_steps=2", "resume=auto")
+    rates = [[row["optim/lr"] for row in rows(tmp_path / name, "metrics")][4:] for name in ("long", "grown")]
+    assert rates[0] == rates[1]
+    with pytest.raises(ValueError, match="steps=8"):
+        train(tmp_path / "grown", "steps=2", "optimizer.warmup_steps=2", "resume=auto")
 
 
 @pytest.mark.parametrize("change", ["model.lora.rank=8", "algorithm.clip_low=0.1", "seed=2", "kl.beta=0.1"])
