@@ -294,12 +294,12 @@ class Data:
     max_prompt_tokens: int
     """Longer prompts are left out with a count, never cut."""
     difficulty: Optional[list[float]]
-    """[low, high]: pass over problems whose pass rate lies outside; those not tried yet count as inside. null draws all alike."""
+    """[low, high]: pass over problems whose pass rate lies outside; those not tried yet count as inside. When the band is empty the nearest
+    to it are drawn; null draws all alike."""
     difficulty_map: Optional[str]
     """difficulty.json of an earlier run, whose pass rates this run starts from."""
     revisit: float
-    """Chance that a problem outside the band is taken all the same when its turn comes: solved ones may be forgotten, hard ones come
-    within reach."""
+    """Share of draws that take a problem from outside the band: solved ones may be forgotten, hard ones come within reach."""
     prompt: Prompt
 
     def __post_init__(self):

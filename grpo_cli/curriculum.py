@@ -4,6 +4,7 @@ The pass rates that a run measures are kept per problem and can be handed to a l
 """
 
 import json
+import math
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from grpo_cli.randomness import generator, permutation
 MEMORY = 0.5
 """Weight of the newest group in a problem's pass rate: the policy moves, so old groups fade."""
 
-LOOKS_PER_PROMPT = 64
-"""Problems looked at for one that lies in the band; then the last one looked at is taken all the same."""
+LOOKS_PER_PROMPT = 256
+"""Problems looked at for one that lies in the band; then the one nearest to it is taken."""
 
 
 def load_pass_rates(path: str) -> dict[str, dict]:
@@ -45,23 +46,35 @@ class Curriculum:
         """Numbers of the next problems."""
         drawn, start = [], self.cursor
         while len(drawn) < count:
-            drawn.append(self._next())
+            drawn.append(self._next(drawn))
         self.passed_over = self.cursor - start - count
         return drawn
 
-    def _next(self) -> int:
-        for look in range(LOOKS_PER_PROMPT):
-            place, self.cursor = self.cursor, self.cursor + 1
-            number = _epoch(self._seed, place // len(self._ids), len(self._ids))[place % len(self._ids)]
-            if self._wanted(number, place) or look == LOOKS_PER_PROMPT - 1:
+    def _next(self, taken: list[int]) -> int:
+        """The next problem of the band that is not taken; with chance `revisit` the next one from outside."""
+        if self._band is None:
+            return self._look()
+        outside = generator(self._seed, "revisit", self.cursor).random() < self._revisit
+        best, least = None, math.inf
+        for _ in range(LOOKS_PER_PROMPT):
+            number = self._look()
+            if number in taken:
+                continue
+            distance = self._distance(number)
+            if (distance > 0) == outside:
                 return number
-        raise AssertionError
+            if distance < least:
+                best, least = number, distance
+        return number if best is None else best
 
-    def _wanted(self, number: int, place: int) -> bool:
+    def _look(self) -> int:
+        place, self.cursor = self.cursor, self.cursor + 1
+        return _epoch(self._seed, place // len(self._ids), len(self._ids))[place % len(self._ids)]
+
+    def _distance(self, number: int) -> float:
+        """How far the pass rate lies outside the band; a problem not tried yet lies inside."""
         known = self.pass_rates.get(self._ids[number])
-        if self._band is None or known is None or self._band[0] <= known["rate"] <= self._band[1]:
-            return True
-        return generator(self._seed, "revisit", place).random() < self._revisit
+        return 0.0 if known is None else max(self._band[0] - known["rate"], known["rate"] - self._band[1], 0.0)
 
     def note(self, problem_id: str, right: int, tried: int, step: int) -> None:
         """Remember a group: `right` of `tried` completions solved the problem."""

@@ -86,7 +86,7 @@ def equation(cfg: GrpoRun) -> list[str]:
         "step; then the step trains on those it has"
         if algorithm.resample_tries
         else "",
-        "problems": f"pass rate in {low:g}..{high:g} or not known yet; others with chance {cfg.data.revisit:g} when their turn comes"
+        "problems": f"pass rate in {low:g}..{high:g} or not known yet, or the nearest to it; a share of {cfg.data.revisit:g} from outside"
         if cfg.data.difficulty
         else "",
     }
