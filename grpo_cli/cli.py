@@ -1,4 +1,4 @@
-"""The console scripts: grpo-train, grpo-plan, grpo-eval and grpo-sft.
+"""The console scripts: grpo-train, grpo-plan, grpo-eval, grpo-score and grpo-sft.
 
 Everything that can be wrong with a command is found before Hydra runs a job, before a folder exists and before torch is
 imported, and told in one message. The only module that knows hydra.main.
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_cli import runfolder
 from grpo_cli.compose import CONF, Command, Composer, convert, given_value
-from grpo_cli.config import GrpoRun, SftRun
+from grpo_cli.config import GrpoRun, ScoreRun, SftRun
 from grpo_cli.runtime import hydra_text
 
 INTERRUPTED = 130
@@ -66,6 +66,18 @@ SFT = Command(
         "grpo-sft demos=sloppy_addition steps=650 optimizer.lr=3e-3",
     ],
 )
+SCORE = Command(
+    "grpo-score",
+    "score",
+    ScoreRun,
+    "Scores completions in a file with the reward rules of a config, without a model: to try a rule, and to look into what it pays. "
+    "A row holds completion, answer (or gold), and what the rules read; the scores are saved one JSON object per row, in the same order.",
+    [
+        "grpo-score reward=math completions=completions.jsonl",
+        "grpo-score reward=code completions=completions.jsonl save=scores.jsonl",
+        "grpo-score completions=completions.jsonl +reward.rules.mine.fn=mine:short",
+    ],
+)
 EVAL = Command(
     "grpo-eval",
     "config",
@@ -94,6 +106,10 @@ def evaluate() -> None:
 
 def plan() -> None:
     sys.exit(_guarded(_show_plan, PLAN, sys.argv[1:]))
+
+
+def score() -> None:
+    sys.exit(_guarded(_score, SCORE, sys.argv[1:]))
 
 
 def _guarded(function, command: Command, argv: list[str]) -> int:
@@ -230,17 +246,28 @@ def _evaluate(command: Command, argv: list[str]) -> int:
 
 
 def _show_plan(command: Command, argv: list[str]) -> int:
+    if run := _without_hydra(command, argv):
+        print(importlib.import_module("grpo_cli.stages.plan").report(run))
+    return 0
+
+
+def _score(command: Command, argv: list[str]) -> int:
+    if run := _without_hydra(command, argv):
+        importlib.import_module("grpo_cli.stages.score").run(run)
+    return 0
+
+
+def _without_hydra(command: Command, argv: list[str]) -> GrpoRun | ScoreRun | None:
+    """The config of a command that leaves no run folder; None when help was asked for, and given."""
     args = _parse(command, argv)
     if args.help:
         print(_help(command))
-        return 0
+        return None
     taken = ("overrides", "config_name", "config_dir", "config_path")
     if any(value for name, value in vars(args).items() if name not in taken):
-        raise ValueError("grpo-plan shows one run: it takes overrides, -cd FOLDER, -cn NAME and --help, and no other flag")
+        raise ValueError(f"{command.script} takes overrides, -cd FOLDER, -cn NAME and --help, and no other flag")
     with Composer(command, args.config_name, args.config_dir, args.config_path) as composer:
-        run = convert(composer.compose(args.overrides), args.overrides)
-    print(importlib.import_module("grpo_cli.stages.plan").report(run))
-    return 0
+        return convert(composer.compose(args.overrides), args.overrides)
 
 
 def _own_value(argument: str) -> tuple[str, str]:
@@ -460,6 +487,8 @@ def _help(command: Command) -> str:
         "-m KEY=A,B": "a sweep: one run for each combination",
         "hydra.run.dir=FOLDER": "choose the run folder (of a sweep: hydra.sweep.dir=FOLDER)",
     }
+    if command is SCORE:
+        return "\n".join([*lines, "", f"{command.script} -cd FOLDER -cn NAME   the rules and keys of FOLDER/NAME.yaml"])
     if command is PLAN:
         return "\n".join([*lines, "", f"{command.script} -cd FOLDER -cn NAME   the plan of FOLDER/NAME.yaml: a recipe, or a run's config"])
     if command is TRAIN:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_cli.config import Rollout
+from grpo_cli.config import Control, Rollout
 from grpo_cli.curriculum import Curriculum
 from grpo_cli.policy import Policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import EncodedProblem, Group, Scores
-from grpo_cli.rewards import LoadedRule, score
+from grpo_cli.rewards import Rules, score
+from grpo_cli.rewards.control import random_totals
 from grpo_cli.rollout import sample
 from grpo_cli.runtime import Stopwatch
 
@@ -31,8 +32,7 @@ def collect(
     policy: Policy,
     prompts: list[EncodedProblem],
     curriculum: Curriculum,
-    rules: dict[str, LoadedRule],
-    accuracy: str,
+    rules: Rules,
     rollout: Rollout,
     P: int,
     G: int,
@@ -53,7 +53,9 @@ def collect(
         passed_over += curriculum.passed_over
         new = sample(policy, drawn, G, rollout, uniforms(seed, "rollout", step, len(drawn), G, rollout.max_new_tokens, first=attempt * P))
         clock.lap("rollout")
-        scores = score(rules, new, accuracy)
+        scores = score(rules, new, training=True)
+        if rules.section.control is Control.random:
+            scores = random_totals(scores, seed, step, attempt)
         clock.lap("reward")
         tokens += sum(len(c.token_ids) for group in new for c in group.completions)
         for group, right_G in zip(new, scores.right_PG, strict=True):
@@ -77,7 +79,7 @@ def _kept(scores: Scores, keep_P: torch.Tensor) -> Scores:
     G = scores.total_PG.shape[1]
     rule_PG = {name: values[keep_P] for name, values in scores.rule_PG.items()}
     steps_B = [steps for row, steps in enumerate(scores.steps_B) if keep_P[row // G]]
-    return Scores(rule_PG, scores.total_PG[keep_P], scores.right_PG[keep_P], steps_B, scores.not_applicable)
+    return Scores(rule_PG, scores.total_PG[keep_P], scores.right_PG[keep_P], steps_B, scores.not_applicable, scores.errors, scores.examples)
 
 
 def _joined(parts: list[Scores]) -> Scores:
@@ -88,4 +90,6 @@ def _joined(parts: list[Scores]) -> Scores:
         torch.cat([part.right_PG for part in parts]),
         [steps for part in parts for steps in part.steps_B],
         {name: sum(part.not_applicable[name] for part in parts) for name in names},
+        {name: sum(part.errors[name] for part in parts) for name in names},
+        {name: example for part in reversed(parts) for name, example in part.examples.items()},
     )

@@ -26,13 +26,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 import grpo_cli.conf
-from grpo_cli.config import GrpoRun, SftRun
+from grpo_cli.config import GrpoRun, ScoreRun, SftRun
 from grpo_cli.runtime import hydra_override
 
 CONF = Path(grpo_cli.conf.__file__).parent
 
 ConfigStore.instance().store("grpo_schema", GrpoRun)
 ConfigStore.instance().store("sft_schema", SftRun)
+ConfigStore.instance().store("score_schema", ScoreRun)
 OmegaConf.register_new_resolver("sweep_name", lambda: "<name>", replace=True)  # the real one is set when the command is known
 
 
@@ -197,7 +198,7 @@ class Composer:
         return f"there is no config {self.name} in {where} (there are: {listed}): try -cn {near[0]}, or name its folder with -cd FOLDER"
 
 
-def convert(cfg: DictConfig, overrides: list[str]) -> GrpoRun | SftRun:
+def convert(cfg: DictConfig, overrides: list[str]) -> GrpoRun | SftRun | ScoreRun:
     """The config as plain dataclasses, all checks done."""
     cfg = cfg.copy()
     with open_dict(cfg):

@@ -25,6 +25,14 @@ class Source(Enum):
     rows = "rows"
 
 
+class Layout(Enum):
+    plain = "plain"
+    svamp = "svamp"
+    countdown = "countdown"
+    mbpp = "mbpp"
+    humaneval = "humaneval"
+
+
 class BadGold(Enum):
     refuse = "refuse"
     drop = "drop"
@@ -71,6 +79,19 @@ class Aggregation(Enum):
 class RuleKind(Enum):
     outcome = "outcome"
     process = "process"
+
+
+class GateMode(Enum):
+    warn = "warn"
+    refuse = "refuse"
+    off = "off"
+
+
+class Control(Enum):
+    none = "none"
+    random = "random"
+    format_only = "format_only"
+    shuffled_gold = "shuffled_gold"
 
 
 class Truncated(Enum):
@@ -283,8 +304,12 @@ class Data:
     eval: EvalSplit
     digits: list[int]
     """Generators: fewest and most digits of a number."""
+    layout: Layout
+    """How a row says its question: plain in question_field; the others read the fields of the data set they are named after, and write
+    `question`, `answer` and what reward rules read."""
     question_field: str
-    answer_field: str
+    answer_field: Optional[str]
+    """null: rows without a gold answer, judged by their other fields."""
     answer_marker: Optional[str]
     """The gold answer is what follows the last such marker in the answer field; null takes the whole field."""
     numeric: bool
@@ -309,8 +334,13 @@ class Data:
         )
         if self.source is not Source.rows:
             unread = {"path": self.path, "hub_config": self.hub_config, "eval.path": self.eval.path, "answer_marker": self.answer_marker}
+            unread["layout"] = None if self.layout is Layout.plain else self.layout.name
             for key, value in unread.items():
                 _unread(f"data.{key}", value, f"by data={self.source.name}: drop it, or try data=jsonl data.path=FILE.jsonl")
+        _require(
+            self.answer_field is not None or not (self.numeric or self.answer_marker),
+            "data.answer_field=null leaves no gold answer to read: try data.numeric=false data.answer_marker=null",
+        )
         _digits("data", self.digits)
         _positive("data", max_prompt_tokens=self.max_prompt_tokens)
         _require(0 <= self.revisit <= 1, f"data.revisit must lie in [0, 1], not {self.revisit}: try data.revisit=0.1")
@@ -331,6 +361,15 @@ class Rule:
     """Keyword arguments handed to the function."""
     kind: RuleKind = RuleKind.outcome
     """outcome: one number per completion; process: a list of (end, number) pairs, one per step, end being a position in the text."""
+    gate: Optional[str] = None
+    """Another rule that must give 1 or above first: else this one is not called and gives 0."""
+    on_error: float = 0.0
+    """The score of a completion for which the rule raises, returns no score, or takes too long."""
+    timeout_s: Optional[float] = None
+    """Wall-clock limit of one call; null takes reward.timeout_s."""
+    split: Optional[str] = None
+    """For kind=process: a regular expression that stands between the steps of a completion. The rule, one for outcomes, then judges each
+    step by itself (the classifier: all up to its end)."""
 
 
 def _rule(name: str, value: Any) -> Rule:
@@ -344,12 +383,35 @@ def _rule(name: str, value: Any) -> Rule:
             key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else "")
         )
     rule = Rule(**value)
-    number = isinstance(rule.weight, (int, float)) and not isinstance(rule.weight, bool) and math.isfinite(rule.weight)
-    _require(number, f"{here}.weight must be a finite number, not {rule.weight!r}: try {here}.weight=1")
+    for key in ("weight", "on_error", "timeout_s"):
+        number = getattr(rule, key)
+        ok = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+        _require(ok or (key == "timeout_s" and number is None), f"{here}.{key} must be a finite number, not {number!r}: try {here}.{key}=1")
+    _positive(here, timeout_s=rule.timeout_s)
     _require(isinstance(rule.args, dict), f"{here}.args must be a mapping, not {rule.args!r}: try '{here}.args={{}}'")
     kind = rule.kind if isinstance(rule.kind, RuleKind) else RuleKind.__members__.get(rule.kind)
     _require(kind is not None, f"{here}.kind is outcome or process, not {rule.kind!r}: try {here}.kind=outcome")
-    return Rule(str(rule.fn), float(rule.weight), rule.args, kind)
+    if rule.split is not None:
+        _require(isinstance(rule.split, str) and rule.split != "", f"{here}.split must be a regular expression: try '{here}.split=\"\\n\\n\"'")
+        _require(kind is RuleKind.process, f"{here}.split makes steps, which only a process rule has: try {here}.kind=process")
+        try:
+            re.compile(rule.split)
+        except re.error as error:
+            raise ValueError(f"{here}.split={rule.split} is no regular expression: {error}") from error
+    timeout_s = None if rule.timeout_s is None else float(rule.timeout_s)
+    return Rule(str(rule.fn), float(rule.weight), rule.args, kind, rule.gate, float(rule.on_error), timeout_s, rule.split)
+
+
+@dataclass
+class Gate:
+    mode: GateMode
+    """Before training, tricks and right answers made from the run's own problems go through the rules. warn tells what was paid wrongly,
+    refuse also ends the run."""
+    problems: int
+    """Training problems to make them from."""
+
+    def __post_init__(self):
+        _positive("reward.gate", problems=self.problems)
 
 
 @dataclass
@@ -358,6 +420,18 @@ class Reward:
     """Named rules; each becomes a `Rule`. Add one with +reward.rules.NAME.fn=package.module:function, drop one with ~reward.rules.NAME."""
     accuracy: str
     """Name of the rule that says whether a completion is right (score 1 or above): it defines accuracy and all-right groups."""
+    timeout_s: float
+    """Wall-clock limit of one call of a rule, whatever it does; then its process is killed and the call counts as an error."""
+    memory_gib: float
+    """Address space of each process that runs rules."""
+    workers: Optional[int]
+    """Processes that run rules; null is one per core, eight at most."""
+    max_error_frac: float
+    """The run stops when a rule fails on more than this share of the completions scored together."""
+    gate: Gate
+    control: Control
+    """Train on a meaningless reward, to compare a gain with: random, format_only (without the accuracy rule), or shuffled_gold (each
+    problem with another one's gold answer). Evaluations keep the real reward."""
 
     def __post_init__(self):
         _require(bool(self.rules), "reward.rules is empty: try reward=r1")
@@ -365,6 +439,22 @@ class Reward:
         first, names = next(iter(self.rules)), ", ".join(self.rules)
         _require(
             self.accuracy in self.rules, f"reward.accuracy={self.accuracy} names no rule (there are: {names}): try reward.accuracy={first}"
+        )
+        _positive("reward", timeout_s=self.timeout_s, memory_gib=self.memory_gib, workers=self.workers)
+        _require(
+            0 <= self.max_error_frac <= 1,
+            f"reward.max_error_frac must lie in [0, 1], not {self.max_error_frac}: try reward.max_error_frac=0.1",
+        )
+        for name in self.rules:
+            seen = [name]
+            while (gate := self.rules[seen[-1]].gate) is not None:
+                here = f"reward.rules.{seen[-1]}.gate={gate}"
+                _require(gate in self.rules, f"{here} names no rule (there are: {names}): drop it")
+                _require(gate not in seen, f"{here} closes a circle of gates ({' <- '.join(seen)}): drop it")
+                seen.append(gate)
+        _require(
+            self.control is not Control.format_only or any(rule.weight for name, rule in self.rules.items() if name != self.accuracy),
+            "reward.control=format_only needs a rule beside the accuracy rule: try reward=r1",
         )
 
 
@@ -680,6 +770,12 @@ class GrpoRun:
             kl.warmup_steps < self.steps,
             f"kl.warmup_steps={kl.warmup_steps} leaves no step after it: try kl.warmup_steps={self.steps // 10}",
         )
+        apart = self.algorithm.combine is Combine.normalise_first
+        _require(
+            self.reward.control is not Control.random or not apart,
+            "reward.control=random draws one reward per completion, and algorithm.combine=normalise_first needs one per rule: "
+            "try algorithm.combine=weigh_first",
+        )
         known = ["eval/accuracy", "eval/accuracy_greedy", "eval/reward", *(f"eval/pass@{k}" for k in self.evaluation.pass_at)]
         _require(
             self.stop.metric in known,
@@ -687,12 +783,38 @@ class GrpoRun:
         )
 
 
-def _check_machine(seed: int, threads: int, device: str) -> None:
-    _require(0 <= seed < 2**63, f"seed must be 0 or above, not {seed}: try seed=0")
+def _check_device(device: str) -> None:
     known = re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device, re.ASCII)
     _require(bool(known), f"device={device} is unknown: try device=auto, cpu, cuda, cuda:1 or mps")
+
+
+def _check_machine(seed: int, threads: int, device: str) -> None:
+    _require(0 <= seed < 2**63, f"seed must be 0 or above, not {seed}: try seed=0")
+    _check_device(device)
     cores = os.cpu_count() or 1
     _require(threads <= 4 * cores, f"threads={threads} is more than 4 for each of this machine's {cores} cores: try threads={cores}")
+
+
+@dataclass
+class ScoreRun:
+    reward: Reward
+    completions: Optional[str]
+    """.jsonl, .json or .parquet (each also .gz): rows with completion, answer or gold, and whatever the rules read, such as tests."""
+    save: Optional[str]
+    """Where the scores go, one JSON object per row in the same order; null only shows them."""
+    device: str
+    """Where a rule that is a model runs: auto, cpu, cuda, cuda:1 or mps."""
+    show: int
+    """Rows shown of the slowest and of those that raised."""
+    debug: bool
+    """Show the traceback of an error."""
+
+    def __post_init__(self):
+        _finite(self)
+        _require(bool(self.completions), "completions is not set: try completions=FILE.jsonl")
+        _require(self.save != "", "save is empty: try save=SCORES.jsonl")
+        _not_negative("", show=self.show)
+        _check_device(self.device)
 
 
 @dataclass

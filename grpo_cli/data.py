@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
-from grpo_cli.config import BadGold, Data, Prompt, Source
+from grpo_cli.config import BadGold, Data, Layout, Prompt, Source
+from grpo_cli.layouts import lay_out
 from grpo_cli.randomness import generator
-from grpo_cli.records import Problem
+from grpo_cli.records import Problem, frozen
 from grpo_cli.rewards.rules import parse_number
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -187,20 +187,27 @@ def _split_rows(section: Data) -> tuple[list[_Item], list[_Item], list[str]]:
     label = _label(path, train.split)
     if not separate:
         items = _items(read_rows(path, section.hub_config, train.split), label, path, section, notes)
-        out = [item for item in items if is_heldout(item.split_key, heldout.holdout)]
-        kept = [item for item in items if not is_heldout(item.split_key, heldout.holdout)]
-        return kept[: train.limit], out[: heldout.limit], notes
-    rows = read_rows(path, section.hub_config, train.split, train.limit)
-    items = _items(rows, label, path, section, notes)
-    hub_config = section.hub_config if separate == path else None  # another data set has configurations of its own
-    rows = read_rows(separate, hub_config, heldout.split, heldout.limit, "data.eval.path")
-    out_label = _label(separate, heldout.split)
-    out = _items(rows, out_label if out_label != label else f"eval-{label}", separate, section, notes)
+        out = [item for item in items if _is_out(item, section)]
+        rest = [item for item in items if not _is_out(item, section)]
+    else:
+        rest = _items(read_rows(path, section.hub_config, train.split, train.limit), label, path, section, notes)
+        hub_config = section.hub_config if separate == path else None  # another data set has configurations of its own
+        rows = read_rows(separate, hub_config, heldout.split, heldout.limit, "data.eval.path")
+        out_label = _label(separate, heldout.split)
+        out = _items(rows, out_label if out_label != label else f"eval-{label}", separate, section, notes)
     seen = {item.split_key for item in out}
-    kept = [item for item in items if item.split_key not in seen]
-    if len(kept) < len(items):
-        notes.append(f"{len(items) - len(kept)} of {len(items)} rows of {path} left out of training: held out in {separate}")
-    return kept, out, notes
+    kept = [item for item in rest if item.split_key not in seen]
+    if len(kept) < len(rest):
+        why = f"held out in {separate}" if separate else "their questions are held out as well"
+        notes.append(f"{len(rest) - len(kept)} of {len(rest)} rows of {path} left out of training: {why}")
+    return kept[: train.limit], out[: heldout.limit], notes
+
+
+def _is_out(item: _Item, section: Data) -> bool:
+    """Whether an item of a file without a held-out file is held out. MBPP says so itself: its test part is tasks 11 to 510."""
+    if section.layout is Layout.mbpp:
+        return 10 < item.fields["task_id"] <= 510
+    return is_heldout(item.split_key, section.eval.holdout)
 
 
 def _label(path: str, split: str) -> str:
@@ -212,8 +219,9 @@ def _items(rows: list[dict], label: str, name: str, section: Data, notes: list[s
     """Rows -> items; bad golds are refused or dropped as the config says."""
     items, bad = [], []
     for number, row in enumerate(rows, 1):
+        row |= lay_out(row, section.layout, f"{name} row {number}")
         for key, field in (("question_field", section.question_field), ("answer_field", section.answer_field)):
-            if field not in row:
+            if field is not None and field not in row:
                 near = difflib.get_close_matches(field, map(str, row), 1) or list(row)
                 hint = f": try data.{key}={near[0]}" if near else ""
                 raise ValueError(f"{name} row {number} has no field {field!r} (it has: {', '.join(map(str, row)) or 'none'}){hint}")
@@ -224,7 +232,7 @@ def _items(rows: list[dict], label: str, name: str, section: Data, notes: list[s
             question.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{name} row {number}: the question holds half a character (a lone surrogate)") from error
-        gold = _gold(row[section.answer_field], section)
+        gold = "" if section.answer_field is None else _gold(row[section.answer_field], section)
         if gold is None:
             bad.append(f"row {number}: {str(row[section.answer_field])[-60:]!r}")
             continue
@@ -278,7 +286,7 @@ def _filled(template: str, values: dict[str, Any], where: str) -> str:
 
 
 def _problem(item: _Item, prompt: Prompt) -> Problem:
-    fields = _frozen(item.fields)
+    fields = frozen(item.fields)
     text = _filled(prompt.template, {**item.fields, "question": item.question, "answer": item.answer}, item.id)
     if not prompt.chat:
         return Problem(item.id, text, item.answer, fields)
@@ -287,13 +295,6 @@ def _problem(item: _Item, prompt: Prompt) -> Problem:
         turns += [("user", example.user), ("assistant", example.assistant)]
     messages = [{"role": role, "content": content} for role, content in [*turns, ("user", text)]]
     return Problem(item.id, messages, item.answer, fields)
-
-
-def _frozen(value: Any) -> Any:
-    """Read-only through and through: a rule that kept something in a problem's fields would score differently after a resume."""
-    if isinstance(value, dict):
-        return MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
-    return tuple(_frozen(inner) for inner in value) if isinstance(value, list) else value
 
 
 # Generators

@@ -8,15 +8,14 @@ from grpo_cli.config import Evaluation, Rollout
 from grpo_cli.policy import Policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import EncodedProblem
-from grpo_cli.rewards import LoadedRule, score
+from grpo_cli.rewards import Rules, score
 from grpo_cli.rollout import sample
 
 
 def evaluate(
     policy: Policy,
     prompts: list[EncodedProblem],
-    rules: dict[str, LoadedRule],
-    accuracy: str,
+    rules: Rules,
     evaluation: Evaluation,
     rollout: Rollout,
     seed: int,
@@ -27,10 +26,10 @@ def evaluate(
     the sampled accuracy. Standard errors of sampled figures are over problems, since samples of one problem are no independent evidence.
     """
     G = evaluation.samples_per_problem
-    greedy = score(rules, sample(policy, prompts, 1, rollout, None), accuracy)
+    greedy = score(rules, sample(policy, prompts, 1, rollout, None))
     draws_PGT = uniforms(seed, "evaluation", 0, len(prompts), G, rollout.max_new_tokens)
     groups = sample(policy, prompts, G, rollout, draws_PGT)
-    sampled = score(rules, groups, accuracy)
+    sampled = score(rules, groups)
     right_PG = sampled.right_PG.double()
 
     metrics = _with_error("eval/accuracy", right_PG.mean(dim=1), right_PG.numel())

@@ -20,7 +20,11 @@ def rollout_metrics(groups: list[Group], scores: Scores, std: Std) -> dict[str, 
         "completion/tokens": sum(len(c.token_ids) for c in completions) / len(completions),
         "completion/truncated_frac": sum(c.ended is Ended.length for c in completions) / len(completions),
     }
-    metrics |= {f"reward/rule/{name}": rule_PG.nanmean().item() for name, rule_PG in scores.rule_PG.items()}
+    for name, rule_PG in scores.rule_PG.items():
+        applied = rule_PG[~rule_PG.isnan()].double()
+        metrics[f"reward/rule/{name}"] = applied.mean().item() if len(applied) else float("nan")
+        metrics[f"reward/rule_std/{name}"] = applied.std(correction=0).item() if len(applied) else float("nan")
+    metrics |= {f"reward/errors/{name}": count for name, count in scores.errors.items()}
     return metrics | {f"reward/not_applicable/{name}": count for name, count in scores.not_applicable.items() if count}
 
 

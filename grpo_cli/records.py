@@ -6,13 +6,25 @@ This module must not import torch at run time: reward rules see these records in
 
 from __future__ import annotations
 
+import copyreg
 import re
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def frozen(value: Any) -> Any:
+    """Read-only through and through: a rule that kept something in a problem's fields would score differently after a resume."""
+    if isinstance(value, dict):
+        return MappingProxyType({key: frozen(inner) for key, inner in value.items()})
+    return tuple(frozen(inner) for inner in value) if isinstance(value, list) else value
+
+
+copyreg.pickle(MappingProxyType, lambda mapping: (frozen, (dict(mapping),)))  # the fields of problems travel to worker processes
 
 
 class Ended(Enum):
@@ -106,6 +118,10 @@ class Scores:
     outcome rules together are one step at END."""
     not_applicable: dict[str, int]
     """Completions each rule did not apply to."""
+    errors: dict[str, int]
+    """Completions on which each rule failed; they have its on_error."""
+    examples: dict[str, str]
+    """What went wrong first, for each rule that failed."""
 
 
 @dataclass

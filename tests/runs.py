@@ -23,6 +23,7 @@ SMALL = [
     "evaluation.samples_per_problem=2",
     "evaluation.pass_at=[2]",
     "tracker=none",
+    "reward.workers=1",
 ]
 
 

@@ -10,8 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_cli.config import BadGold, Data, EvalSplit, Example, Prompt, Source, TrainSplit
+from grpo_cli import cli
+from grpo_cli.compose import Composer, convert
+from grpo_cli.config import BadGold, Data, EvalSplit, Example, Layout, Prompt, Source, TrainSplit
 from grpo_cli.data import addition_pairs, addition_question, is_heldout, load_problems, read_rows
+from grpo_cli.records import Ended, Sample
+from grpo_cli.rewards.countdown import countdown
+from grpo_cli.rewards.ifeval import ifeval
 from grpo_cli.rewards.rules import parse_number
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
@@ -26,6 +31,7 @@ def section(source=Source.rows, path=None, limits=(None, None), eval_path=None, 
         "train": TrainSplit("train", limits[0]),
         "eval": EvalSplit(eval_path and str(eval_path), "test", limits[1], holdout),
         "digits": [1, 1],
+        "layout": Layout.plain,
         "question_field": "question",
         "answer_field": "answer",
         "answer_marker": None,
@@ -277,11 +283,179 @@ def test_gsm8k_loads_with_every_gold():
     assert len(train) + len(heldout) == 7473 and 650 < len(heldout) < 850  # 747 expected, standard deviation 26
 
 
+# The data sets that have a config of their own
+
+
+def configured(option, *overrides) -> Data:
+    words = [f"data={option}", *overrides]
+    with Composer(cli.TRAIN, None, None) as composer:
+        return convert(composer.compose(words), words).data
+
+
+DATA_SETS = {
+    "math": ("math500/test.jsonl", 500),
+    "svamp": ("svamp/SVAMP.json", 1000),
+    "countdown": ("countdown/train.jsonl", 2048),
+    "mbpp": ("mbpp/mbpp.jsonl", 974 - 3),  # three questions of its test part occur in its training part as well
+    "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
+    "ifeval": ("ifeval/input_data.jsonl", 541),
+}
+
+
+def loaded(option, *overrides):
+    path = (SHARED / DATA_SETS[option][0]).resolve()
+    return load_problems(configured(option, f"data.path={path}", "data.eval.limit=null", *overrides))
+
+
+def words(problem) -> str:
+    return "\n".join(turn["content"] for turn in problem.prompt)
+
+
 @needs_shared
-def test_svamp_loads_from_one_json_array_with_float_answers():
-    svamp = {"question_field": "Question", "answer_field": "Answer", "template": "{Body} {question}"}
-    train, heldout, _ = load_problems(section(path=SHARED / "svamp/SVAMP.json", **svamp))
-    assert len(train) + len(heldout) == 1000 and all("Equation" in problem.fields for problem in train)
+@pytest.mark.parametrize("option", DATA_SETS)
+def test_a_data_set_loads_in_full_with_stable_ids_and_sides_that_share_no_prompt(option):
+    train, heldout, _ = loaded(option)
+    assert len(train) + len(heldout) == DATA_SETS[option][1]
+    assert not {words(problem) for problem in train} & {words(problem) for problem in heldout}
+    assert len({problem.id for problem in train + heldout}) == DATA_SETS[option][1]
+    assert (train, heldout) == loaded(option)[:2]
+    assert loaded(option, "data.train.limit=9")[0] == train[:9]
+
+
+@needs_shared
+def test_math_prompts_ask_for_a_box_and_keep_latex_golds():
+    problems = {problem.id: problem for side in loaded("math")[:2] for problem in side}
+    first = problems["test:1"]
+    assert words(first).startswith("Convert the point $(0,3)$ in rectangular") and words(first).endswith(r"final answer into \boxed{}.")
+    assert [problems[f"test:{i}"].answer for i in (1, 2, 3)] == [r"\left( 3, \frac{\pi}{2} \right)", "p - q", r"\frac{14}{3}"]
+    assert first.fields["level"] == 2
+
+
+@needs_shared
+def test_svamp_joins_story_and_question():
+    problems = {problem.id: problem for side in loaded("svamp")[:2] for problem in side}
+    assert [(problems[f"SVAMP:{i}"].prompt[-1]["content"], problems[f"SVAMP:{i}"].answer) for i in (1, 2, 3)] == [
+        (
+            "Each pack of dvds costs 76 dollars. If there is a discount of 25 dollars on each pack, "
+            "How much do you have to pay to buy each pack?",
+            "51.0",
+        ),
+        (
+            "Dan had $ 3 left with him after he bought a candy bar. If he had $ 4 at the start, How much did the candy bar cost?",
+            "1.0",
+        ),
+        (
+            "Paco had 26 salty cookies and 17 sweet cookies. He ate 14 sweet cookies and 9 salty cookies. "
+            "How many salty cookies did Paco have left?",
+            "17.0",
+        ),
+    ]
+    assert "<answer>" in problems["SVAMP:1"].prompt[0]["content"]
+
+
+@needs_shared
+def test_countdown_states_numbers_and_target_and_its_reward_pays_its_solutions():
+    train, heldout, notes = loaded("countdown", f"data.eval.path={(SHARED / 'countdown/test.jsonl').resolve()}")
+    assert (len(train), len(heldout), notes) == (2048, 1024, [])
+    for problem, nums, target in zip(train, ([4, 95, 36], [18, 95, 14], [76, 55, 5]), ("55", "99", "16"), strict=False):
+        assert f"the numbers {nums} exactly once" in words(problem) and f"to make {target}." in words(problem)
+        assert problem.answer == target and problem.fields["nums"] == tuple(nums)
+    for problem in train[:50]:
+        text = f"<think>?</think><answer>{problem.fields['solution']}</answer>"
+        assert countdown(Sample(problem, "", text, 9, Ended.eos)) == 1.0
+
+
+def test_a_countdown_puzzle_is_on_one_side_whatever_the_order_of_its_numbers(tmp_path):
+    rows = [{"nums": nums, "target": 10 + i} for i in range(40) for nums in ([1, 2, i], [i, 2, 1], [2, 1, i])]
+    path = written(tmp_path / "a.jsonl", rows)
+    sides = load_problems(configured("countdown", f"data.path={path}", "data.eval.holdout=0.5"))[:2]
+    puzzles = [{(tuple(sorted(problem.fields["nums"])), problem.answer) for problem in side} for side in sides]
+    assert all(puzzles) and not puzzles[0] & puzzles[1]
+
+
+@needs_shared
+@pytest.mark.parametrize(("file", "total"), [("mbpp.jsonl", 974 - 3), ("sanitized-mbpp.json", 427 - 1)])
+def test_mbpp_trains_on_its_own_training_tasks_and_tells_what_the_code_rule_needs(file, total):
+    train, heldout, notes = loaded("mbpp", f"data.path={(SHARED / 'mbpp' / file).resolve()}")
+    assert len(train) + len(heldout) == total and "left out of training: their questions are held out" in notes[0]
+    assert {problem.fields["task_id"] for problem in heldout} <= set(range(11, 511))
+    assert {problem.fields["task_id"] for problem in train} <= {*range(1, 11), *range(511, 975)}
+    for problem in train + heldout:
+        fields = problem.fields
+        assert (
+            fields["mode"] == "asserts"
+            and len(fields["tests"]) >= 3
+            and all(test.startswith(("assert ", "import")) for test in fields["tests"])
+        )
+        assert words(problem).count(fields["tests"][0]) == 1
+        assert fields["entry_point"] and fields["entry_point"] in fields["tests"][0] and fields["solution"].strip() == problem.answer
+    similar = train[1] if file == "mbpp.jsonl" else train[0]
+    assert similar.fields["entry_point"] == "similar_elements" and similar.fields["setup"] == ""
+    assert similar.fields["tests"][1] not in words(similar)  # the reward runs tests that the prompt does not show
+    assert words(similar).endswith("Answer with the whole program in one ```python block.")
+    if file == "sanitized-mbpp.json":
+        assert "import math" in {problem.fields["setup"] for problem in heldout}
+
+
+@needs_shared
+def test_humaneval_asks_for_the_whole_function_and_its_solutions_define_it():
+    train, heldout, _ = loaded("humaneval")
+    problems = {problem.id: problem for problem in train + heldout}
+    for i, entry_point in ((1, "has_close_elements"), (2, "separate_paren_groups"), (3, "truncate_number")):
+        problem = problems[f"HumanEval:{i}"]
+        fields = problem.fields
+        assert (fields["mode"], fields["entry_point"], fields["setup"], len(fields["tests"])) == ("check", entry_point, "", 1)
+        assert "def check(candidate):" in fields["tests"][0] and fields["prompt_code"] in words(problem)
+        assert fields["solution"].startswith(fields["prompt_code"]) and len(fields["solution"]) > len(fields["prompt_code"])
+        compile(fields["solution"], "solution", "exec")
+
+
+@needs_shared
+def test_ifeval_has_no_gold_and_instructions_for_its_reward():
+    train, heldout, notes = loaded("ifeval")
+    assert notes == [] and {problem.answer for problem in train + heldout} == {""} and 200 < len(train) < 341
+    problems = {problem.id: problem for problem in train + heldout}
+    assert problems["input_data:2"].fields["instruction_id_list"] == ("punctuation:no_comma",)
+    sample = Sample(problems["input_data:2"], "", "Forsooth thou shalt behold Kyoto", 9, Ended.eos)
+    assert ifeval(sample) == 1.0 and ifeval(replace(sample, text="Hark, Kyoto")) == 0.0
+    assert words(problems["input_data:3"]).startswith("Write a resume for a fresh high school graduate")
+
+
+@pytest.mark.parametrize(
+    ("option", "row", "message"),
+    [
+        ("svamp", {"Question": "?", "Answer": 1}, r"a\.jsonl row 1 has no field 'Body' \(it has: Question, Answer\)"),
+        ("svamp", {"Body": "a", "Question": "?"}, r"row 1 has no field 'Answer'"),
+        ("svamp", {"Body": 3, "Question": "?", "Answer": 1}, r"row 1: field 'Body' must be a text, not 3"),
+        ("countdown", {"target": 3}, r"row 1 has no field 'nums'"),
+        ("countdown", {"nums": [1, "2"], "target": 3}, r"row 1: field 'nums' must be a list of whole numbers, not \[1, '2'\]"),
+        ("countdown", {"nums": [1, 2], "target": "3"}, r"row 1: field 'target' must be a whole number, not '3'"),
+        ("mbpp", {"task_id": 1, "code": "a", "test_list": "b", "text": "c"}, r"row 1: field 'test_list' must be a list of texts, not 'b'"),
+        ("mbpp", {"task_id": 1, "code": "a", "test_list": []}, r"row 1 has no field 'prompt'"),
+        ("mbpp", {"code": "a", "test_list": [], "text": "c"}, r"row 1 has no field 'task_id'"),
+        ("humaneval", {"prompt": "a"}, r"row 1 has no field 'canonical_solution'"),
+        ("math", {"problem": "a"}, r"row 1 has no field 'answer'"),
+        ("ifeval", {"text": "a"}, r"row 1 has no field 'prompt'"),
+    ],
+)
+def test_a_row_of_another_shape_names_the_row_and_the_field(tmp_path, option, row, message):
+    with pytest.raises(ValueError, match=message):
+        load_problems(configured(option, f"data.path={written(tmp_path / 'a.jsonl', [row])}"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["jsonl", "data.path=a.jsonl", "data.answer_field=null"],
+            "data.answer_field=null leaves no gold answer to read: try data.numeric=false",
+        ),
+        (["addition", "data.layout=mbpp"], "data.layout=mbpp is not read by data=addition"),
+    ],
+)
+def test_data_options_that_contradict_each_other_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        configured(*overrides)
 
 
 # Generators

@@ -1,168 +1,142 @@
-"""The reward pipeline: loads the rules that a config names and weighs their scores. Knows nothing of models or advantages."""
+"""The reward pipeline: every completion judged by every rule, and the verdicts weighed. Knows nothing of models or advantages."""
 
-import difflib
-import importlib
-import inspect
 import math
-import os
-import sys
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 from grpo_cli.config import Reward, Rule, RuleKind
 from grpo_cli.records import END, Group, Sample, Scores
-from grpo_cli.rewards.rules import NOT_APPLICABLE, RULES, NotApplicable
+from grpo_cli.rewards.calling import FLOAT32_MAX, Failed, Verdict, mean, passes, shown
+from grpo_cli.rewards.control import training_rules
+from grpo_cli.rewards.pool import Pool
+from grpo_cli.rewards.rules import NOT_APPLICABLE, NotApplicable
 
-__all__ = ["NOT_APPLICABLE", "LoadedRule", "NotApplicable", "load_rules", "score"]
+__all__ = ["NOT_APPLICABLE", "NotApplicable", "Rules", "score"]
 
-_FLOAT32_MAX = 3.4e38
+
+class Rules:
+    """The rules of a config, ready to judge. A context manager: it owns processes.
+
+    Functions are called in worker processes; rules that are models judge here, on the device.
+    """
+
+    def __init__(self, section: Reward, device: str = "auto"):
+        """ValueError when a rule cannot be found, or cannot be called as the config says."""
+        self.section = section
+        self.training = training_rules(section)
+        """The rules as training weighs them."""
+        models = {name: rule for name, rule in section.rules.items() if rule.fn == "classifier"}
+        for name, rule in section.rules.items():
+            if rule.gate in models:
+                raise ValueError(f"reward.rules.{name}.gate={rule.gate} is a model, and a model cannot be a gate: try another gate")
+        self._models = _load_models(models, device) if models else {}
+        self.pool = Pool(section, {name: rule for name, rule in section.rules.items() if name not in models})
+
+    def __enter__(self) -> "Rules":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.pool.close()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each rule in training."""
+        return {name: rule.weight for name, rule in self.training.items()}
+
+    def judge(self, samples: list[Sample], max_error_frac: float = 1.0) -> list[dict[str, Verdict]]:
+        """Every rule's verdict on every sample. ValueError when a rule fails on more than max_error_frac of them."""
+        verdicts_B = self.pool.judge(samples, max_error_frac)
+        for name, model in self._models.items():
+            gate = self.section.rules[name].gate
+            open_B = [gate is None or passes(verdicts[gate]) for verdicts in verdicts_B]
+            judged = iter(model.judge([sample for sample, is_open in zip(samples, open_B, strict=True) if is_open]))
+            for verdicts, is_open in zip(verdicts_B, open_B, strict=True):
+                verdicts[name] = next(judged) if is_open else [(END, 0.0)]
+        return verdicts_B
+
+
+def _load_models(rules: dict[str, Rule], device: str) -> dict:
+    from grpo_cli.rewards.reward_model import Classifier
+    from grpo_cli.runtime import pick_device
+
+    loaded = {}
+    for name, rule in rules.items():
+        try:
+            loaded[name] = Classifier(rule, pick_device(device), **rule.args)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward.rules.{name}: {error}") from error
+    return loaded
+
+
+def score(rules: Rules, groups: list[Group], training: bool = False) -> Scores:
+    """Judge every completion by every rule, weighed as for training or as the config says.
+
+    ValueError when a rule fails on more than reward.max_error_frac of them.
+    """
+    samples = samples_of(groups)
+    verdicts_B = rules.judge(samples, rules.section.max_error_frac)
+    return tally(rules.training if training else rules.section.rules, samples, verdicts_B, rules.section.accuracy, len(groups))
+
+
+def samples_of(groups: list[Group]) -> list[Sample]:
+    return [
+        Sample(group.encoded.problem, group.encoded.prompt_text, completion.text, len(completion.token_ids), completion.ended)
+        for group in groups
+        for completion in group.completions
+    ]
 
 
 @dataclass(frozen=True)
-class LoadedRule:
-    function: Callable[..., Any]
-    weight: float
-    args: dict[str, Any]
-    kind: RuleKind
+class Weighed:
+    """What the rules make of one completion."""
+
+    values: dict[str, float]
+    """Raw score per rule, NaN where it does not apply."""
+    total: float
+    """Weighted sum over the rules that apply, 0 where none does; a process rule counts by the mean of its steps."""
+    steps: list[tuple[int, float]]
+    """As in Scores.steps_B."""
+    errors: dict[str, str]
+    """What happened, for each rule that failed."""
 
 
-def load_rules(section: Reward) -> dict[str, LoadedRule]:
-    """Find the function of every rule and check that it takes the arguments it will get."""
-    return {name: _load(f"reward.rules.{name}", rule) for name, rule in section.rules.items()}
+def weigh(rules: dict[str, Rule], sample: Sample, verdicts: dict[str, Verdict]) -> Weighed:
+    """ValueError when the total is too large a number."""
+    values, steps, errors = {}, [], {}
+    outcome, process, has_outcome = 0.0, 0.0, False
+    for name, rule in rules.items():
+        verdict = verdicts[name]
+        if isinstance(verdict, Failed):
+            errors[name] = verdict.reason
+            verdict = [(END, rule.on_error)]
+        values[name] = mean(verdict) if verdict else math.nan
+        if not verdict or rule.weight == 0:
+            continue
+        if rule.kind is RuleKind.process:
+            process += rule.weight * values[name]
+            steps += [(end, rule.weight * reward) for end, reward in verdict]
+        else:
+            outcome, has_outcome = outcome + rule.weight * values[name], True
+    if not abs(outcome + process) < FLOAT32_MAX:
+        raise ValueError(f"the weighted rewards add up to {outcome + process}, too large a number; {shown(sample)}: lower the weights")
+    return Weighed(values, outcome + process, [*sorted(steps), *([(END, outcome)] if has_outcome else [])], errors)
 
 
-def _load(key: str, rule: Rule) -> LoadedRule:
-    function = _imported(key, rule.fn) if ":" in rule.fn else RULES.get(rule.fn)
-    if function is None:
-        near = difflib.get_close_matches(rule.fn, RULES, 1)
-        hint = f"{key}.fn={near[0]}" if near else f"{key}.fn=package.module:function for your own"
-        raise ValueError(f"{key}.fn={rule.fn} is not a rule (there are: {', '.join(RULES)}): try {hint}")
-    if not callable(function):
-        raise ValueError(f"{key}.fn={rule.fn} is a {type(function).__name__}, not a function: name a function of one sample")
-    _check_args(key, rule, function)
-    return LoadedRule(function, rule.weight, rule.args, rule.kind)
-
-
-def _imported(key: str, fn: str) -> Any:
-    module_name, _, attribute = fn.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end, so that a folder of the user's never hides an installed package
-    try:
-        module = importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # anything may happen while a user's module runs, sys.exit too
-        absent = isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}.")
-        raise ValueError(
-            f"{key}.fn={fn}: there is no module {error.name} here or among the installed packages; run from the folder that holds it"
-            if absent
-            else f"{key}.fn={fn}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, attribute):
-        names = [name for name in vars(module) if not name.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, 3) or names[:5]
-        raise ValueError(
-            f"{key}.fn={fn}: {module.__file__} has no {attribute!r}" + (f"; did you mean {' or '.join(near)}?" if near else " and is empty")
-        )
-    return getattr(module, attribute)
-
-
-def _check_args(key: str, rule: Rule, function: Callable) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say what they take
-        return
-    try:
-        signature.bind(None, **rule.args)
-    except TypeError as error:
-        raise ValueError(
-            f"{key}: {rule.fn}{signature} cannot be called with one sample and {key}.args={rule.args}: {error}; "
-            "a rule is a function of one sample, its further parameters come from args"
-        ) from error
-    for name, value in rule.args.items():
-        hint = signature.parameters[name].annotation if name in signature.parameters else None
-        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else [value]
-        if value not in choices:
-            raise ValueError(f"{key}.args.{name}={value} is none of {', '.join(map(str, choices))}: try {key}.args.{name}={choices[0]}")
-
-
-def score(rules: dict[str, LoadedRule], groups: list[Group], accuracy: str) -> Scores:
-    """Judge every completion by every rule; the total is the weighted sum over the rules that apply, 0 where none does.
-
-    A process rule counts in the total by the mean of its steps.
-    """
+def tally(rules: dict[str, Rule], samples: list[Sample], verdicts_B: list[dict[str, Verdict]], accuracy: str, P: int) -> Scores:
+    """Scores of the samples of P groups of equal size, in order."""
     import torch
 
-    raw: dict[str, list[float]] = {name: [] for name in rules}
-    totals, steps_B, not_applicable = [], [], dict.fromkeys(rules, 0)
-    for group in groups:
-        for completion in group.completions:
-            sample = Sample(group.encoded.problem, group.encoded.prompt_text, completion.text, len(completion.token_ids), completion.ended)
-            outcome, process, steps, has_outcome = 0.0, 0.0, [], False
-            for name, rule in rules.items():
-                judged = _call(name, rule, sample)
-                value = math.nan
-                if not judged:
-                    not_applicable[name] += 1
-                else:
-                    value = sum(reward for _, reward in judged) / len(judged)
-                    if rule.kind is RuleKind.process:
-                        process += rule.weight * value
-                        steps += [(end, rule.weight * reward) for end, reward in judged if rule.weight != 0]
-                    else:
-                        outcome, has_outcome = outcome + rule.weight * value, has_outcome or rule.weight != 0
-                raw[name].append(value)
-            if not abs(outcome + process) < _FLOAT32_MAX:
-                raise ValueError(
-                    f"the weighted rewards add up to {outcome + process}, too large a number; {_shown(sample)}: lower the weights"
-                )
-            totals.append(outcome + process)
-            steps_B.append([*sorted(steps), *([(END, outcome)] if has_outcome else [])])
-    shape = (len(groups), -1)
-    rule_PG = {name: torch.tensor(values).view(shape) for name, values in raw.items()}
-    return Scores(rule_PG, torch.tensor(totals).view(shape), rule_PG[accuracy] >= 1, steps_B, not_applicable)
-
-
-def _call(name: str, rule: LoadedRule, sample: Sample) -> list[tuple[int, float]]:
-    """The rule's verdicts as (end in the text, score): one for an outcome, one per step of a process, none when it does not apply."""
-    try:
-        value = rule.function(sample, **rule.args)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's rule may raise anything, SystemExit too; a swallowed error would read as a score
-        raise ValueError(f"reward rule {name!r} raised {type(error).__name__}: {error}; {_shown(sample)}") from error
-    if value is NOT_APPLICABLE:
-        return []
-    if rule.kind is RuleKind.outcome and _is_score(value):
-        return [(END, float(value))]
-    if rule.kind is RuleKind.process and isinstance(value, list) and all(_is_step(step, len(sample.text)) for step in value):
-        return [(end, float(reward)) for end, reward in value]
-    wanted = (
-        "one finite number"
-        if rule.kind is RuleKind.outcome
-        else "a list of (end, number) pairs, end being a position in the text, and its kind is process"
+    weighed_B = [weigh(rules, sample, verdicts) for sample, verdicts in zip(samples, verdicts_B, strict=True)]
+    examples = {}
+    for sample, weighed in zip(samples, weighed_B, strict=True):
+        for name, reason in weighed.errors.items():
+            examples.setdefault(name, f"reward rule {name!r} {reason}; {shown(sample)}")
+    rule_PG = {name: torch.tensor([weighed.values[name] for weighed in weighed_B]).view(P, -1) for name in rules}
+    return Scores(
+        rule_PG,
+        torch.tensor([weighed.total for weighed in weighed_B]).view(P, -1),
+        rule_PG[accuracy] >= 1,
+        [weighed.steps for weighed in weighed_B],
+        {name: int(values.isnan().sum()) for name, values in rule_PG.items()},
+        {name: sum(name in weighed.errors for weighed in weighed_B) for name in rules},
+        examples,
     )
-    raise ValueError(
-        f"reward rule {name!r} returned {_cut(repr(value))} ({type(value).__name__}); a rule returns {wanted}, or "
-        f"grpo_cli.rewards.NOT_APPLICABLE; {_shown(sample)}"
-    )
-
-
-def _is_score(value: Any) -> bool:
-    # `abs(value) < max` is false for NaN and infinity, and exact for integers beyond float
-    return isinstance(value, Real) and abs(value) < _FLOAT32_MAX
-
-
-def _is_step(step: Any, length: int) -> bool:
-    return isinstance(step, tuple) and len(step) == 2 and isinstance(step[0], int) and 0 < step[0] <= length and _is_score(step[1])
-
-
-def _shown(sample: Sample) -> str:
-    return f"problem {sample.problem.id}, completion {_cut(repr(sample.text))}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}"

@@ -76,20 +76,27 @@ def numeric(sample: Sample, extract: Literal["answer_tag", "last_number"] = "ans
     return 1.0 if _EXTRACT[extract](sample) == gold else 0.0
 
 
+_R1_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _R1 = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 
 
-def r1_format(sample: Sample) -> float:
+def r1_format(sample: Sample, partial: bool = False) -> float:
     """1.0 when the completion is <think>..</think> <answer>..</answer> and then the end token, else 0.0.
 
-    Each tag occurs once, neither part is blank ("<think>?</think>" will do), and only white space stands around them. A prompt
+    partial: a broken format is worth 0.25 for each tag that occurs once and in its place, 0.75 at most. Each tag occurs once, neither part is blank ("<think>?</think>" will do), and only white space stands around them. A prompt
     that already opens <think> counts as the beginning of the completion.
     """
     opened = "<think>" if sample.prompt_text.rstrip().endswith("<think>") else ""
     text = opened + sample.text
-    once = all(text.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    once = all(text.count(tag) == 1 for tag in _R1_TAGS)
     match = _R1.fullmatch(text) if once and sample.ended is Ended.eos else None
-    return 1.0 if match and match[1].strip() and match[2].strip() else 0.0
+    if match and match[1].strip() and match[2].strip():
+        return 1.0
+    credit, end = 0.0, 0
+    for tag in _R1_TAGS if partial else ():
+        if text.count(tag) == 1 and text.index(tag) >= end:
+            credit, end = credit + 0.25, text.index(tag) + len(tag)
+    return min(credit, 0.75)
 
 
 _SUM = re.compile(r"([0-9]+(?:\+[0-9]+)+)=([0-9]+)")
@@ -111,7 +118,3 @@ def overlong(sample: Sample, max_tokens: int, buffer: int) -> float:
     """0 up to max_tokens - buffer tokens, then falling in a line to -1 at max_tokens (DAPO's soft punishment, arXiv:2503.14476 eq. 13)."""
     excess = sample.tokens - (max_tokens - buffer)
     return -min(1.0, max(0.0, excess / buffer))
-
-
-RULES = {"numeric": numeric, "r1_format": r1_format, "working_steps": working_steps, "overlong": overlong}
-"""The names that reward.rules.NAME.fn takes beside package.module:function."""

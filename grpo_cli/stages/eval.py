@@ -7,7 +7,7 @@ from grpo_cli.config import GrpoRun
 from grpo_cli.data import load_problems
 from grpo_cli.evaluation import evaluate
 from grpo_cli.policy import load_policy
-from grpo_cli.rewards import load_rules
+from grpo_cli.rewards import Rules
 from grpo_cli.runfolder import write_json
 from grpo_cli.runtime import pick_device, use_threads
 
@@ -22,7 +22,8 @@ def run(cfg: GrpoRun, folder: Path, which: str) -> dict:
     prompts, _ = policy.encode(problems, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
     if not prompts:
         raise ValueError(f"no held-out prompt fits: try a larger data.max_prompt_tokens (now {cfg.data.max_prompt_tokens})")
-    metrics = evaluate(policy, prompts, load_rules(cfg.reward), cfg.reward.accuracy, cfg.evaluation, cfg.rollout, cfg.seed)
+    with Rules(cfg.reward, cfg.device) as rules:
+        metrics = evaluate(policy, prompts, rules, cfg.evaluation, cfg.rollout, cfg.seed)
     (folder / "evaluations").mkdir(exist_ok=True)
     file = folder / "evaluations" / f"{found.name}.json"
     write_json(file, {"checkpoint": found.name, "problems": len(prompts), **metrics})

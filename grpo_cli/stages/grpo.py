@@ -7,7 +7,7 @@ from grpo_cli import checkpoint, runfolder
 from grpo_cli.advantages import assign
 from grpo_cli.batch import collate, to_device
 from grpo_cli.collect import Collected, collect
-from grpo_cli.config import Advantage, Estimator, GrpoRun, KlSchedule
+from grpo_cli.config import Advantage, Control, Estimator, GateMode, GrpoRun, KlSchedule
 from grpo_cli.curriculum import Curriculum, load_pass_rates
 from grpo_cli.data import load_problems
 from grpo_cli.evaluation import evaluate
@@ -16,7 +16,8 @@ from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
 from grpo_cli.optim import build_optimizer
 from grpo_cli.policy import Policy, load_policy
 from grpo_cli.records import EncodedProblem, Group, Problem
-from grpo_cli.rewards import load_rules
+from grpo_cli.rewards import Rules, gate
+from grpo_cli.rewards.control import shuffled_golds
 from grpo_cli.rollout import token_of
 from grpo_cli.runtime import Interrupts, Stopwatch, hydra_override, peak_memory_gib, pick_device, script, use_threads
 from grpo_cli.tracking import Tracker, announce
@@ -56,19 +57,24 @@ def run(cfg: GrpoRun, run_dir: Path, overrides: list[str], sweep: str | None = N
 
     The run is called `name` in wandb, in the group `sweep`.
     """
-    with Interrupts() as interrupts, runfolder.RunFolder(run_dir, cfg, overrides, resume=bool(cfg.resume)) as folder:
-        return _train(cfg, folder, interrupts, sweep, name or run_dir.name)
+    with (
+        Interrupts() as interrupts,
+        runfolder.RunFolder(run_dir, cfg, overrides, resume=bool(cfg.resume)) as folder,
+        Rules(cfg.reward, cfg.device) as rules,
+    ):
+        return _train(cfg, folder, interrupts, rules, sweep, name or run_dir.name)
 
 
-def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sweep: str | None, name: str) -> dict:
+def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, rules: Rules, sweep: str | None, name: str) -> dict:
     use_threads(cfg.threads)
     device = pick_device(cfg.device)
     P, G, T = cfg.group_size.prompts_per_step, cfg.group_size.samples_per_prompt, cfg.rollout.max_new_tokens
     folder.update(device=str(device))
 
-    rules = load_rules(cfg.reward)
-    weights = {name: rule.weight for name, rule in rules.items()}
     train_problems, heldout_problems, notes = load_problems(cfg.data)
+    notes += _examine(rules, train_problems, folder)
+    if cfg.reward.control is Control.shuffled_gold:
+        train_problems = shuffled_golds(train_problems, cfg.seed)
     announce(f"loading {cfg.model.path} on {device}")
     policy = load_policy(cfg.model, device, cfg.seed, cfg.rollout.temperature, moving=cfg.kl.sync_every is not None)
     prompts = _encode(policy, train_problems, cfg, "training", notes)
@@ -115,7 +121,7 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
 
     def held_out() -> None:
         tracker.status(f"evaluating {len(heldout)} held-out problems")
-        metrics = evaluate(policy, heldout, rules, cfg.reward.accuracy, cfg.evaluation, cfg.rollout, cfg.seed)
+        metrics = evaluate(policy, heldout, rules, cfg.evaluation, cfg.rollout, cfg.seed)
         progress.note_evaluation(metrics, cfg.stop.metric)
         tracker.evaluation(progress.step, metrics)
         summarise()
@@ -127,6 +133,7 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
         best_step = progress.evaluations["best"]["step"]
         checkpoint.save(folder.path, progress.step, policy, optimizer, lr_schedule, vars(progress), cfg.keep_checkpoints, best_step)
 
+    failed: set[str] = set()
     try:
         for note in notes:
             tracker.note(note)
@@ -141,7 +148,6 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
                 prompts,
                 curriculum,
                 rules,
-                cfg.reward.accuracy,
                 cfg.rollout,
                 P,
                 G,
@@ -158,13 +164,17 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
             beta, lr = beta_schedule.at(step), lr_schedule.get_last_lr()[0]
             batch = policy.annotate(batch, beta > 0 or _measures_kl(step, cfg), exact=beta > 0 and cfg.kl.estimator is Estimator.exact)
             steps_B = _step_tokens(policy, groups, scores.steps_B) if cfg.algorithm.advantage is Advantage.process else []
-            batch.advantages_BT = assign(scores, weights, steps_B, batch, beta, cfg.algorithm, cfg.kl)
+            batch.advantages_BT = assign(scores, rules.weights, steps_B, batch, beta, cfg.algorithm, cfg.kl)
             update = improve(policy, optimizer, lr_schedule, batch, beta, cfg.algorithm, cfg.kl, cfg.optimizer.grad_clip, T)
             beta_schedule.observe(step, update.kl_B)
             if cfg.kl.sync_every and step % cfg.kl.sync_every == 0:
                 policy.sync_reference(cfg.kl.sync_alpha)
             clock.lap("update")
 
+            for rule, example in scores.examples.items():
+                if rule not in failed:
+                    tracker.note(f"{example} (scored {cfg.reward.rules[rule].on_error:g}; reward/errors/{rule} counts them)")
+                failed.add(rule)
             progress.note_step(got.tokens, clock.total)
             metrics = rollout_metrics(groups, scores, cfg.algorithm.std) | got.metrics | update.metrics | {"kl/beta": beta, "optim/lr": lr}
             metrics |= clock.metrics() | {"speed/tokens_per_s": got.tokens / clock.total, "memory/peak_gib": peak_memory_gib(device)}
@@ -188,6 +198,21 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, sw
         raise
     finally:
         tracker.finish("failed", f"after step {progress.step}", [f"run folder  {folder.path}"])
+
+
+def _examine(rules: Rules, problems: list[Problem], folder: runfolder.RunFolder) -> list[str]:
+    """Notes on what the rules pay, which also goes into the summary. ValueError when reward.gate.mode=refuse finds fault with them."""
+    section, notes = rules.section, []
+    if section.gate.mode is not GateMode.off:
+        found = gate.check(rules, problems[: section.gate.problems])
+        folder.update(gate=found)
+        ok, line = gate.verdict(found)
+        if not ok and section.gate.mode is GateMode.refuse:
+            raise ValueError(f"{line}: mend the rules, or go on all the same with reward.gate.mode=warn")
+        notes.append(line)
+    if section.control is not Control.none:
+        notes.append(f"reward.control={section.control.name}: this run trains on a meaningless reward, to be compared with a real one")
+    return notes
 
 
 def _encode(policy: Policy, problems: list[Problem], cfg: GrpoRun, which: str, notes: list[str]) -> list[EncodedProblem]:

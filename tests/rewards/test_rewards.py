@@ -5,9 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from grpo_cli.config import Reward, RuleKind
-from grpo_cli.records import Completion, EncodedProblem, Ended, Group, Problem
-from grpo_cli.rewards import NOT_APPLICABLE, LoadedRule, load_rules, score
+from grpo_cli.config import Control, Gate, GateMode, Reward, Rule, RuleKind
+from grpo_cli.records import END, Completion, EncodedProblem, Ended, Group, Problem, Scores
+from grpo_cli.rewards import NOT_APPLICABLE, samples_of, tally
+from grpo_cli.rewards.calling import LoadedRule, judge, load_rules
 from grpo_cli.rewards.rules import numeric
 
 R1 = {"accuracy": {"fn": "numeric", "args": {"extract": "answer_tag"}}, "format": {"fn": "r1_format", "weight": 0.5}}
@@ -18,12 +19,24 @@ def group(*texts, gold="12", name="p1") -> Group:
     return Group(encoded, [Completion([5, 6, 7], text, [0.0] * 3, Ended.eos) for text in texts])
 
 
-def by_text(table, weight=1.0) -> LoadedRule:
-    return LoadedRule(lambda sample: table[sample.text], weight, {}, RuleKind.outcome)
+def section(rules: dict, accuracy: str, **changes) -> Reward:
+    values = {"timeout_s": 10.0, "memory_gib": 2.0, "workers": 1, "max_error_frac": 1.0, "gate": Gate(GateMode.off, 1)}
+    return Reward(**({"rules": rules, "accuracy": accuracy, "control": Control.none} | values | changes))
+
+
+def by_text(table, weight=1.0, **settings) -> LoadedRule:
+    return LoadedRule(lambda sample: table[sample.text], Rule("table", weight, **settings))
+
+
+def score(rules: dict[str, LoadedRule], groups: list[Group], accuracy: str) -> Scores:
+    """The verdicts reached in this process, so that a rule may be a lambda."""
+    samples = samples_of(groups)
+    verdicts_B = [dict(judge(rules, sample, {})) for sample in samples]
+    return tally({name: loaded.rule for name, loaded in rules.items()}, samples, verdicts_B, accuracy, len(groups))
 
 
 def test_the_total_is_the_weighted_sum_in_order():
-    rules = load_rules(Reward(R1, "accuracy"))
+    rules = load_rules(section(R1, "accuracy").rules)
     right, wrong = "<think>a</think><answer>12</answer>", "<think>a</think><answer>13</answer>"
     scores = score(rules, [group(right, wrong, "12"), group(wrong, "<answer>12</answer>", right)], "accuracy")
     assert scores.rule_PG["accuracy"].tolist() == [[1, 0, 0], [0, 1, 1]]
@@ -44,7 +57,7 @@ def test_a_rule_that_does_not_apply_is_left_out_and_counted():  # B025
 
 
 def test_a_sample_without_any_rule_gets_nothing_and_is_not_right():  # B026
-    rules = {"accuracy": LoadedRule(numeric, 1.0, {}, RuleKind.outcome)}
+    rules = {"accuracy": LoadedRule(numeric, Rule("numeric"))}
     scores = score(rules, [group("<answer>12</answer>", "", gold="\\frac{1}{")], "accuracy")
     assert scores.total_PG.tolist() == [[0, 0]] and scores.right_PG.tolist() == [[False, False]]
     assert scores.not_applicable == {"accuracy": 2}
@@ -62,20 +75,34 @@ def test_any_real_number_is_a_score(value):
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, 1e39, 10**400, [1.0], (1.0, 0.0), [], "1", 1j, {"score": 1}])
-def test_a_wrong_score_names_rule_problem_and_completion(value):
-    with pytest.raises(ValueError) as refused:
-        score({"mine": by_text({"a": value})}, [group("a", name="train:17")], "mine")
-    message = str(refused.value)
+def test_a_wrong_score_is_an_error_that_names_rule_problem_and_completion(value):
+    scores = score({"mine": by_text({"a": value, "b": 1.0}, on_error=-2.0)}, [group("b", "a", name="train:17")], "mine")
+    assert scores.total_PG.tolist() == [[1.0, -2.0]] and scores.errors == {"mine": 1}
+    message = scores.examples["mine"]
     assert "'mine' returned" in message and "train:17" in message and "'a'" in message and "NOT_APPLICABLE" in message
 
 
-def test_a_rule_that_raises_keeps_its_error_and_shows_a_cut_completion():
+def test_a_rule_that_raises_is_an_error_that_shows_a_cut_completion():
     def broken(sample):
         return {}["key"]
 
-    with pytest.raises(ValueError, match=r"'mine' raised KeyError: 'key'; problem p1, completion 'begin.*end'") as refused:
-        score({"mine": LoadedRule(broken, 1.0, {}, RuleKind.outcome)}, [group("begin" + "x" * 9999 + "end")], "mine")
-    assert isinstance(refused.value.__cause__, KeyError) and len(str(refused.value)) < 500
+    scores = score({"mine": LoadedRule(broken, Rule("broken"))}, [group("begin" + "x" * 9999 + "end")], "mine")
+    assert scores.total_PG.tolist() == [[0.0]] and scores.errors == {"mine": 1} and not scores.right_PG.any()
+    message = scores.examples["mine"]
+    assert "'mine' raised KeyError: 'key'; problem p1, completion 'begin" in message and message.endswith("end'") and len(message) < 500
+
+
+def test_a_gated_rule_is_called_only_where_its_gate_passes():
+    called = []
+
+    def bonus(sample):
+        called.append(sample.text)
+        return 0.5
+
+    rules = {"right": by_text({"a": 1.0, "b": 0.9, "c": NOT_APPLICABLE, "d": None}), "bonus": LoadedRule(bonus, Rule("b", gate="right"))}
+    scores = score(rules, [group("a", "b", "c", "d")], "right")
+    assert scores.rule_PG["bonus"].tolist() == [[0.5, 0, 0, 0]] and called == ["a"]
+    assert scores.not_applicable == {"right": 1, "bonus": 0} and scores.errors == {"right": 1, "bonus": 0}
 
 
 def test_totals_beyond_float32_are_refused():
@@ -85,7 +112,7 @@ def test_totals_beyond_float32_are_refused():
 
 def test_scoring_gives_the_same_in_a_thread():  # B027
     found = []
-    rules, groups = load_rules(Reward(R1, "accuracy")), [group("<think>a</think><answer>12</answer>")]
+    rules, groups = load_rules(section(R1, "accuracy").rules), [group("<think>a</think><answer>12</answer>")]
     thread = threading.Thread(target=lambda: found.append(score(rules, groups, "accuracy").total_PG.tolist()))
     thread.start()
     thread.join()
@@ -106,7 +133,7 @@ def here(tmp_path, monkeypatch):
 
 
 def loaded(**rule) -> LoadedRule:
-    return load_rules(Reward({"mine": rule}, "mine"))["mine"]
+    return load_rules(section({"mine": rule}, "mine").rules)["mine"]
 
 
 def test_a_rule_of_the_users_own_is_found_in_the_current_folder(here):
@@ -135,3 +162,15 @@ def test_a_rule_of_the_users_own_is_found_in_the_current_folder(here):
 def test_a_rule_that_cannot_be_loaded_is_refused_at_once(here, rule, message):
     with pytest.raises(ValueError, match=message):
         loaded(**rule)
+
+
+def test_a_rule_for_outcomes_judges_each_step_of_a_split_completion():
+    def has_digit(sample):
+        return NOT_APPLICABLE if sample.text == "skip" else float(any(c.isdigit() for c in sample.text))
+
+    always = LoadedRule(lambda sample: 1.0, Rule("right"))
+    rules = {"right": always, "steps": LoadedRule(has_digit, Rule("steps", 0.5, kind=RuleKind.process, split=r"\n+"))}
+    scores = score(rules, [group("a1\n\nb\n \nskip\nc3", "\n\n")], "right")
+    # steps: a1 ends at 2, b at 5, skip does not apply, c3 ends at 15; the second completion has no step at all
+    assert scores.steps_B == [[(2, 0.5), (5, 0.0), (15, 0.5), (END, 1.0)], [(END, 1.0)]]
+    assert scores.rule_PG["steps"][0, 0].item() == pytest.approx(2 / 3) and scores.not_applicable["steps"] == 1
