@@ -392,7 +392,8 @@ def _rule(name: str, value: Any) -> Rule:
     kind = rule.kind if isinstance(rule.kind, RuleKind) else RuleKind.__members__.get(rule.kind)
     _require(kind is not None, f"{here}.kind is outcome or process, not {rule.kind!r}: try {here}.kind=outcome")
     if rule.split is not None:
-        _require(isinstance(rule.split, str) and rule.split != "", f"{here}.split must be a regular expression: try '{here}.split=\"\\n\\n\"'")
+        text = isinstance(rule.split, str) and rule.split != ""
+        _require(text, f"{here}.split must be a regular expression, not {rule.split!r}: try '{here}.split=\"\\n+\"'")
         _require(kind is RuleKind.process, f"{here}.split makes steps, which only a process rule has: try {here}.kind=process")
         try:
             re.compile(rule.split)

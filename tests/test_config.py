@@ -10,7 +10,9 @@ import pytest
 
 from grpo_cli import cli, config
 from grpo_cli.compose import CONF, Composer, convert
-from grpo_cli.config import GrpoRun, KlSchedule, Rule, SftRun
+from grpo_cli.config import GrpoRun, KlSchedule, Rule, ScoreRun, SftRun
+from grpo_cli.rewards import Rules
+from grpo_cli.rewards.calling import LoadedRule
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/[!_]*.yaml"))
@@ -41,18 +43,18 @@ def test_every_recipe_composes(recipe):
 
 
 def shown_commands():
-    text = "\n".join(cli._help(command) for command in (cli.TRAIN, cli.SFT, cli.EVAL))
+    text = "\n".join(cli._help(command) for command in (cli.TRAIN, cli.SFT, cli.SCORE, cli.EVAL))
     readme = ROOT / "README.md"
     if readme.exists():
         text += "\n" + readme.read_text(encoding="utf-8")
     lines = (line.strip().removeprefix("$ ") for line in text.splitlines())
-    found = [shlex.split(line, comments=True) for line in lines if re.match(r"grpo-(train|sft)\b( |$)", line)]
+    found = [shlex.split(line, comments=True) for line in lines if re.match(r"grpo-(train|sft|score)\b( |$)", line)]
     return [words for words in found if not re.search(r"[A-Z]{3}|<|\[overrides\]|`", " ".join(words)) and "resume" not in str(words)]
 
 
 @pytest.mark.parametrize("words", shown_commands(), ids=" ".join)
 def test_examples_in_the_help_and_the_readme_compose(words):
-    command = {"grpo-train": cli.TRAIN, "grpo-sft": cli.SFT}[words[0]]
+    command = {"grpo-train": cli.TRAIN, "grpo-sft": cli.SFT, "grpo-score": cli.SCORE}[words[0]]
     args = cli._parse(command, words[1:])
     folder = args.config_dir and ROOT / args.config_dir
     if folder and not folder.is_dir():
@@ -63,6 +65,9 @@ def test_examples_in_the_help_and_the_readme_compose(words):
 
 
 SECTIONS = {name: kind for name, kind in vars(config).items() if is_dataclass(kind)}
+HOLDERS = {kind.__name__: kind for kind in (LoadedRule, Rules)}
+"""Classes whose annotated fields are sections."""
+KINDS = SECTIONS | HOLDERS
 
 
 class Reads(ast.NodeVisitor):
@@ -77,12 +82,16 @@ class Reads(ast.NodeVisitor):
             return self.types.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.type_of(node.value)
-            hint = get_type_hints(owner).get(node.attr) if is_dataclass(owner) else self.types.get(ast.unparse(node))
+            hint = get_type_hints(owner).get(node.attr) if isinstance(owner, type) else self.types.get(ast.unparse(node))
             return next((t for t in (hint, *get_args(hint)) if is_dataclass(t)), hint)
+        if isinstance(node, ast.Subscript):
+            return self.type_of(node.value)  # dict[str, Section] counts as the section
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "items":
+            return self.type_of(node.func.value)
         return None
 
     def visit_ClassDef(self, node):
-        outer, self.types = self.types, {**self.types, "self": SECTIONS.get(node.name)}
+        outer, self.types = self.types, {**self.types, "self": KINDS.get(node.name)}
         self.generic_visit(node)  # what __init__ binds to self.NAME holds for the methods behind it
         self.types = outer
 
@@ -94,7 +103,7 @@ class Reads(ast.NodeVisitor):
         for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             if argument.annotation:
                 names = re.findall(r"\w+", ast.unparse(argument.annotation))
-                self.types[argument.arg] = next((SECTIONS[name] for name in names if name in SECTIONS), None)
+                self.types[argument.arg] = next((KINDS[name] for name in names if name in KINDS), None)
         self.generic_visit(node)
         self.types = outer | {name: kind for name, kind in self.types.items() if name.startswith("self.")}
 
@@ -112,8 +121,9 @@ class Reads(ast.NodeVisitor):
 
     def visit_For(self, node):
         kind = self.type_of(node.iter)
-        if isinstance(node.target, ast.Name):
-            self.types[node.target.id] = kind  # list[Section] counts as the section
+        target = node.target.elts[-1] if isinstance(node.target, ast.Tuple) else node.target
+        if isinstance(target, ast.Name):
+            self.types[target.id] = kind  # list[Section] counts as the section
         self.generic_visit(node)
 
     def visit_Attribute(self, node):
@@ -136,7 +146,7 @@ def keys(schema):
         yield from (key for kind in (hint, *get_args(hint)) if is_dataclass(kind) for key in keys(kind))
 
 
-@pytest.mark.parametrize("schema", [GrpoRun, SftRun, Rule])
+@pytest.mark.parametrize("schema", [GrpoRun, SftRun, ScoreRun, Rule])
 def test_every_key_is_read_by_something(schema):
     found = set().union(*(reads(path.read_text(encoding="utf-8")) for path in (ROOT / "grpo_cli").rglob("*.py")))
     found.add(f"{schema.__name__}.debug")  # cli._job asks the DictConfig, since a config that cannot be converted has it too
@@ -296,7 +306,7 @@ def test_a_mistake_in_a_recipe_is_named(tmp_path, text, words):
 
 def test_an_unknown_config_name_lists_the_known_ones(tmp_path):
     (tmp_path / "long_run.yaml").write_text("defaults: [grpo, _self_]")
-    with pytest.raises(ValueError, match=r"there are: grpo, long_run, sft\): try -cn long_run"):
+    with pytest.raises(ValueError, match=r"there are: grpo, long_run, score, sft\): try -cn long_run"):
         compose([], name="longrun", directory=tmp_path)
 
 

@@ -19,6 +19,8 @@ class Rules:
     Functions are called in worker processes; rules that are models judge here, on the device.
     """
 
+    section: Reward
+
     def __init__(self, section: Reward, device: str = "auto"):
         """ValueError when a rule cannot be found, or cannot be called as the config says."""
         self.section = section

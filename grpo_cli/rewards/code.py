@@ -102,6 +102,7 @@ def _assembled(problem: Problem, timeout_s: float, total_s: float, memory_mb: in
     """What the sandbox is given but for the program, its limits, and whether there is one."""
     prepare(allow_unsandboxed)
     fields = {"prompt_code": "", "entry_point": "", "setup": "", "tolerance": None, "memory_limit_mb": memory_mb, **problem.fields}
+    fields["setup"] = fields["setup"] if isinstance(fields["setup"], str) else ""  # a field of that name may be something else
     job: dict[str, Any] = {key: fields.get(key) for key in ("mode", "prompt_code", "entry_point", "setup", "tolerance")}
     tests = fields.get("tests") or ()
     tests = (tests,) if isinstance(tests, str) else tests

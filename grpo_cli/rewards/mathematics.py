@@ -337,10 +337,11 @@ def _matrix(text: str) -> tuple[list[int], list[str]] | None:
 
 
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
-_LETTER = r"(?:\\[a-zA-Z]+|[a-zA-Z])"
-# x, AB, f(3), P(A), x_1, a+b, \angle ABC, \text{Area}
+_LETTER = r"(?:\\[a-zA-Z]+(?![a-zA-Z])|[a-zA-Z])"
+# x, AB, f(3), P(A), x_1, a+b, \angle ABC, \text{Area}, (x,y)
 _NAME = re.compile(
-    rf"(?:\\text\{{[^{{}}]*\}}|\((?:{_LETTER},?\s*)+\)|{_LETTER}(?:_\{{?\w+\}}?)?'*(?:\^\{{-1\}})?(?:\([^()=<>]*\))?[\s+-]*)+"
+    rf"\((?:{_LETTER},?\s*)+\)"
+    rf"|(?:\\text\{{[^{{}}]*\}}[\s+-]*|{_LETTER}(?:_(?:\{{\w+\}}|\w))?'*(?:\^\{{-1\}})?(?:\([^()=<>]*\))?[\s+-]*)+"
 )
 
 
@@ -606,6 +607,8 @@ def _value(text: str, point: int) -> Any:
 _GIGANTIC = re.compile(
     r"\^\s*\{?[^{}]*(?:\^|!|[0-9]{5})|[0-9]{4}\s*!|[)}!]\s*!|(?:\^\s*\{?[0-9]{2}.*){4}|(?:\^\s*\{?[0-9]{3}.*){2}", re.DOTALL
 )
+# Its units, boxes and lists are not wanted; "1 2" would be a product; chains of subscripts take it minutes
+_UNREAD = re.compile(r"[0-9]\s+[0-9]|_\{?\w+\}?_|\\text|[$＄%?#&]|\.\.|\\[lc]?dots")
 _FUNCTION = re.compile(r"\||\\(?!(?:frac|sqrt|cdot|times|pi|infty)(?![a-zA-Z]))[a-zA-Z]")
 
 
@@ -616,17 +619,11 @@ def _tree(text: str) -> Any:
     from math_verify import LatexExtractionConfig, parse
 
     depth = max((depth for _, depth in _depths(text)), default=0)
-    # Its units, boxes and lists are not wanted; brackets cost it a factor each; "1 2" would be a product
-    if (
-        len(text) > 500
-        or depth > 12
-        or text.count("|") > 8
-        or not _balanced(text)
-        or re.search(r"[0-9]\s+[0-9]|\\text|[$＄%?#&]|\.\.|\\[lc]?dots", text)
-    ):
+    if len(text) > 300 or depth > 12 or max(map(text.count, "|_^")) > 15 or not _balanced(text) or _UNREAD.search(text):
         return None
-    # It works out functions of numbers at once
-    if _FUNCTION.search(text) and _GIGANTIC.search(text):
+    # It works out functions of numbers at once, and backtracks over long chains of functions
+    functions = len(_FUNCTION.findall(text))
+    if functions > 12 or (functions and _GIGANTIC.search(text)):
         return None
     if re.search("binom|choose|Gamma", text) and re.search(r"[0-9]{4}|[\^!]", text):
         return None

@@ -83,8 +83,9 @@ _R1 = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL
 def r1_format(sample: Sample, partial: bool = False) -> float:
     """1.0 when the completion is <think>..</think> <answer>..</answer> and then the end token, else 0.0.
 
-    partial: a broken format is worth 0.25 for each tag that occurs once and in its place, 0.75 at most. Each tag occurs once, neither part is blank ("<think>?</think>" will do), and only white space stands around them. A prompt
-    that already opens <think> counts as the beginning of the completion.
+    Each tag occurs once, neither part is blank ("<think>?</think>" will do), and only white space stands around them. A prompt
+    that already opens <think> counts as the beginning of the completion. partial: a broken format is worth 0.25 for each tag that
+    occurs once and in its place, 0.75 at most.
     """
     opened = "<think>" if sample.prompt_text.rstrip().endswith("<think>") else ""
     text = opened + sample.text
