@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_cli.config import Reward, Rule, RuleKind
 from grpo_cli.records import END, Group, Sample, Scores
-from grpo_cli.rewards.rules import NOT_APPLICABLE, RULES, NotApplicable
+from grpo_cli.rewards.rules import NOT_APPLICABLE, RULES, NotApplicable, check_overlong, overlong
 
 __all__ = ["NOT_APPLICABLE", "LoadedRule", "NotApplicable", "load_rules", "score"]
 
@@ -48,6 +48,9 @@ def _load(key: str, rule: Rule) -> LoadedRule:
 
 def _imported(key: str, fn: str) -> Any:
     module_name, _, attribute = fn.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        name = module_name.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
+        raise ValueError(f"{key}.fn={fn} names a file, and a module is named as in an import: try {key}.fn={name}:{attribute}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that a folder of the user's never hides an installed package
     try:
@@ -82,6 +85,8 @@ def _check_args(key: str, rule: Rule, function: Callable) -> None:
             f"{key}: {rule.fn}{signature} cannot be called with one sample and {key}.args={rule.args}: {error}; "
             "a rule is a function of one sample, its further parameters come from args"
         ) from error
+    if function is overlong:
+        check_overlong(key, rule.args)
     for name, value in rule.args.items():
         hint = signature.parameters[name].annotation if name in signature.parameters else None
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else [value]
