@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import random_llama
 from runs import config, dies, kill_on_call, numbers, rows, train
+from safetensors.torch import load_file, save_file
 
 from grpo_cli import checkpoint, collect, evaluation
 from grpo_cli.policy import Policy
@@ -225,7 +226,9 @@ def test_a_run_is_not_continued_on_another_model_or_other_data(tmp_path):
     with pytest.raises(ValueError, match=r"not the data that .*step_000002 was saved with: put the old files of data\.path back"):
         train(tmp_path / "run", *words, "steps=3", "resume=auto")
     data.write_text(data.read_text().replace('"answer": "4"', '"answer": "3"', 1))
-    random_llama(model, initializer_range=0.5)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-6
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"not the model that .* put the old files of model\.path back"):
         train(tmp_path / "run", *words, "steps=3", "resume=auto")
 
