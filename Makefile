@@ -45,7 +45,11 @@ wheel: $(READY)  ## Build dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 recipes:  ## List the recipes with their first line
-	@for file in recipes/*/*.yaml; do printf '  %-38s %s\n' "$$(echo $$file | sed -E 's,recipes/(.*)\.yaml,\1,')" "$$(sed -n '1s/^# *//p' $$file)"; done
+	@for file in recipes/*/*.yaml; do printf '  %-30s %s\n' "$$(echo $$file | sed -E 's,recipes/(.*)\.yaml,\1,')" \
+	  "$$(sed -n '/^#/!q;s/^# *//p' $$file | tr '\n' ' ' | sed -E 's/([^ ]{3}[.:?]) .*/\1/;s/:$$/./')"; done
+
+recipes/%.yaml:
+	@echo "there is no $@: make recipes lists those there are"; exit 1
 
 grpo/%: recipes/grpo/%.yaml $(READY)
 	@if grep -q smollm2 $<; then $(MAKE) --no-print-directory $(SMOLLM2); fi

@@ -109,11 +109,14 @@ def outcome_advantages(total_PG: Tensor, advantage: Advantage, std: Std) -> Tens
 
 def rules_apart(rule_PG: dict[str, Tensor], weights: dict[str, float], advantage: Advantage, std: Std) -> Tensor:
     """Normalise the rewards of each rule by themselves, then add them up by weight, so that no rule's scale drowns another's
-    (GDPO, arXiv:2601.05242). Where a rule does not apply (NaN) it counts as the mean of its group, which gives advantage 0."""
+    (GDPO, arXiv:2601.05242). A completion to which a rule does not apply (NaN) gets advantage 0 from it, and stands at its group's mean
+    while the others are normalised."""
     total_PG = torch.zeros_like(next(iter(rule_PG.values())).float())
     for name, scores_PG in rule_PG.items():
         mean_P1 = scores_PG.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
-        total_PG = total_PG + weights[name] * outcome_advantages(torch.where(scores_PG.isnan(), mean_P1, scores_PG), advantage, std)
+        filled_PG = torch.where(scores_PG.isnan(), mean_P1, scores_PG)
+        advantages_PG = outcome_advantages(filled_PG, advantage, std)
+        total_PG = total_PG + weights[name] * torch.where(scores_PG.isnan(), torch.zeros_like(advantages_PG), advantages_PG)
     return total_PG
 
 
@@ -148,7 +151,7 @@ def assign(scores: Scores, weights: dict[str, float], steps_B: Steps, batch: Bat
     P, G = scores.total_PG.shape
     cost_BT = torch.zeros(B, T, device=device)
     if beta > 0 and kl.placement is Placement.reward:
-        estimate_BT = kl_estimate(batch.sampled_logprobs_BT, batch.reference_logprobs_BT, kl.estimator)
+        estimate_BT = kl_estimate(batch.old_logprobs_BT, batch.reference_logprobs_BT, kl.estimator)
         cost_BT = beta * estimate_BT * length_mask(batch.completion_lengths_B, T)
     if algorithm.advantage is Advantage.process:
         to_the_end_BT = cost_BT.flip(1).cumsum(1).flip(1)

@@ -86,9 +86,11 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def find(run_dir: Path, which: str) -> Path:
-    """The checkpoint called `best`, `last` or by its step. ValueError lists those there are."""
+    """The checkpoint called `best`, `last`, by its step, or by its folder. ValueError lists those there are."""
     root = run_dir / "checkpoints"
-    folder = root / which if which in ("best", "last") else _folder(root, int(which)) if re.fullmatch("[0-9]+", which) else root / which
+    folder = _folder(root, int(which)) if re.fullmatch("[0-9]+", which) else root / which
+    if which not in ("best", "last") and not _is_whole(folder):
+        folder = Path(which)
     if not _is_whole(folder):
         there = [f.name for f in _whole(root)]
         raise ValueError(f"checkpoint={which}: {run_dir} has {', '.join(there) or 'no checkpoints'}: try checkpoint=last or a step number")

@@ -7,6 +7,7 @@ imported, and told in one message. The only module that knows hydra.main.
 import difflib
 import hashlib
 import importlib
+import math
 import os
 import sys
 import textwrap
@@ -186,6 +187,8 @@ def _job(command: Command, cfg: DictConfig) -> bool:
             print(f"{label}finished already in {run_dir}, skipped")
             return True
         if command is TRAIN:
+            for warning in importlib.import_module("grpo_cli.stages.plan").warnings(run):
+                print(f"warning: {warning}")
             if sweep and runfolder.holds_run(run_dir):
                 run.resume = "auto"
             summary = importlib.import_module("grpo_cli.stages.grpo").run(run, run_dir, overrides, sweep, swept if sweep else run_dir.name)
@@ -211,7 +214,10 @@ def _tell(error: BaseException, label: str, log: Path, debug: bool) -> None:
 
 
 def _evaluate(command: Command, argv: list[str]) -> int:
-    own = dict(_own_value(arg) for arg in argv if arg.startswith(("run=", "checkpoint=")))
+    given = [arg for arg in argv if arg.startswith(("run=", "checkpoint="))]
+    own = dict(map(_own_value, given))
+    if len(given) > len(own):
+        raise ValueError(f"{' and '.join(given)}: one run and one checkpoint are evaluated at a time: keep one of each")
     args = _parse(command, [arg for arg in argv if arg.split("=")[0] not in ("run", "checkpoint")])
     if args.help:
         print(_help(command))
@@ -233,7 +239,7 @@ def _evaluate(command: Command, argv: list[str]) -> int:
                 )
         run = convert(composer.compose(args.overrides), args.overrides)
     try:
-        metrics = importlib.import_module("grpo_cli.stages.eval").run(run, folder, own.get("checkpoint") or "best")
+        metrics = importlib.import_module("grpo_cli.stages.eval").run(run, folder, own.get("checkpoint") or "best", args.overrides)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -279,12 +285,13 @@ def _own_value(argument: str) -> tuple[str, str]:
 
 
 def _metric_lines(metrics: dict[str, Any]) -> Iterator[str]:
-    """One line per figure, its standard error and sample size beside it."""
+    """One line per figure, its standard error (where it is known) and sample size beside it; a dash for what could not be measured."""
     for name, value in metrics.items():
         if name.endswith(("_se", "_n")):
             continue
-        shown = f"{value:.4f}" if isinstance(value, float) else value
-        error = f" +- {metrics[f'{name}_se']:.4f}" if metrics.get(f"{name}_se") is not None else ""
+        shown = value if not isinstance(value, float) else f"{value:.4f}" if math.isfinite(value) else "-"
+        error = metrics.get(f"{name}_se")
+        error = f" +- {error:.4f}" if error is not None and math.isfinite(error) else ""
         count = f"  (n={metrics[f'{name}_n']})" if f"{name}_n" in metrics else ""
         yield f"{name:<22} {shown}{error}{count}"
 
@@ -402,7 +409,10 @@ def _run_dir(cfg: DictConfig, run: GrpoRun | SftRun) -> Path:
         folder = Path(resume)
         runfolder.load(folder)
     elif resume == "auto" and named_by_time:
-        folder = runfolder.newest_unfinished(folder.parent, run) or _claim(folder)
+        unfinished = runfolder.newest_unfinished(folder.parent, run)
+        if unfinished is None:
+            print(f"resume=auto: no unfinished run of this config in {folder.parent}, so a new one starts")
+        folder = unfinished or _claim(folder)
     elif named_by_time:
         return _claim(folder)
     runfolder.check(folder, run, bool(resume))

@@ -93,10 +93,21 @@ class Composer:
                 cfg.hydra.job.num, cfg.hydra.job.id = number, str(number)
         HydraConfig.instance().set_config(cfg)
         values = OmegaConf.to_container(cfg, resolve=False)
+        self._refuse_empty_mappings(cfg, overrides)
         _check_keys(values, self.command.schema, self.command.schema, overrides)
         values["hydra"].pop("env", None)  # Hydra's own, though its schema lacks it
         _check_keys(values["hydra"], HydraConf, self.command.schema, overrides, "hydra.")
         return cfg
+
+    def _refuse_empty_mappings(self, cfg: DictConfig, overrides: list[str]) -> None:
+        """KEY={} changes nothing where there is a mapping, since Hydra merges the two."""
+        for override in self.parse(overrides):
+            key = override.key_or_group
+            kept = OmegaConf.select(cfg, key) if override.value() == {} and not override.is_add() else None
+            if isinstance(kept, DictConfig) and len(kept):
+                names, free = list(kept), _hint(self.command.schema, key) in (None, dict[str, Any])
+                drop = f"drop entries one by one: try ~{key}.{names[-1]}" if free else f"try {key}.{names[0]}=VALUE"
+                raise ValueError(f"{override.input_line} changes nothing, since a mapping is merged with what is there: {drop}")
 
     def parse(self, overrides: list[str]) -> list[Override]:
         try:
@@ -140,12 +151,14 @@ class Composer:
         if "raised while composing config" in str(error) and isinstance(error.__context__, OmegaConfBaseException):
             cause = error.__context__  # a mistake in a file
         first = _first_line(cause)
+        if (adding := _adds_to_a_mapping(cause, overrides)) is not None:
+            return adding
         if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and cause.full_key:
             siblings = list(cause.parent_node) if isinstance(cause.parent_node, DictConfig) else []
             return _unknown(cause.full_key, siblings, self.command.schema, overrides)
         if isinstance(cause, ValidationError) and cause.full_key:
-            given = _given(cause.full_key, overrides) or cause.full_key
-            return f"{given}: {first}: {_expected(cause.full_key, _hint(self.command.schema, cause.full_key))}"
+            key = re.sub(r"\[\d+\]$", "", cause.full_key)  # a list's own type says what its items are
+            return f"{_given(key, overrides) or key}: {first}: {_expected(key, _hint(self.command.schema, key))}"
         if isinstance(error, yaml.YAMLError):
             return f"a config file cannot be read: {' '.join(str(error).split())}"
         if "does not support deletion" in first and (deleted := re.search(r"override (~([^\s:=]+)[^\s:]*)", str(error))):
@@ -154,6 +167,8 @@ class Composer:
             return f"{key} cannot be left out: drop {line}" + (f", or try {key}=null" if nullable else f", or try {key}=VALUE")
         if isinstance(error, OverrideParseException):
             key, _, value = error.override.partition("=")
+            if key != key.strip():
+                return f"cannot read the override {error.override}: write it without blanks around the =: try {key.strip()}={value.strip()}"
             if re.match(r"""(?!\w+\()[^\[{'"]""", value):  # one text, neither list nor mapping nor function nor in quotes
                 return f"cannot read the override {error.override}: put the value in quotes: try {hydra_override(key, value)}"
             return (
@@ -167,7 +182,12 @@ class Composer:
         if "Ambiguous value" in first:
             line = first.split("'")[1]
             one = hydra_override(*line.split("=", 1))
+            if self.command.schema is GrpoRun and self.command.script != "grpo-train":
+                return f"{line} is a list of values, and {self.command.script} shows one run: give one value, or one text as {one}"
             return f"{line} is a list of values to sweep over: add -m to run each of them, or write a list as key=[a,b], one text as {one}"
+        if repeated := re.match(r"Multiple values for ([\w/@]+)\. To override a value use 'override", first):
+            group = repeated.group(1)
+            return f"{_given(group, overrides) or group}: the group {group} has its option already: drop the +"
         if "An item is already at" in first:
             return f"{first.split(chr(39))[1]} exists already: drop the +"
         if "must be a string or a list" in first:
@@ -285,8 +305,19 @@ def _hint(schema: type, key: str) -> Any:
     return hint if not rest else _hint(_dataclass_of(hint), rest) if _dataclass_of(hint) else None
 
 
+LIST_EXAMPLES = {
+    "data.digits": "[2,3]",
+    "demos.digits": "[2,3]",
+    "data.difficulty": "[0.2,0.8]",
+    "optimizer.betas": "[0.9,0.95]",
+    "evaluation.pass_at": "[1]",
+    "tracker.tags": "[first,second]",
+}
+
+
 def _expected(key: str, hint: Any) -> str:
     """What to type instead of a value of the wrong type."""
+    hint = next((t for t in get_args(hint) if get_origin(t) is list), hint)
     kind = (
         next((t for t in (hint, *get_args(hint)) if isinstance(t, type)), None) if get_origin(hint) in (None, Union) else get_origin(hint)
     )
@@ -295,6 +326,7 @@ def _expected(key: str, hint: Any) -> str:
     words = {float: ("a number", "0.1"), int: ("a whole number", "1"), bool: ("true or false", "true"), list: ("a list", "[2,3]")}
     if kind in words:
         what, example = words[kind]
+        example = LIST_EXAMPLES.get(key, "[]") if kind is list else example
         return f"{what} is expected: try {key}={example}" if kind is not list else f"{what} is expected: try '{key}={example}'"
     if is_dataclass(kind):
         return f"{key} is a section: try {key}.{fields(kind)[0].name}=VALUE"
@@ -306,7 +338,20 @@ def _null_section(error: Exception, schema: type, overrides: list[str]) -> str:
     named = re.search(r"full_key: (\S+)", str(error))
     nullable = [key for key in _keys(schema) if type(None) in get_args(_hint(schema, key)) and _dataclass_of(_hint(schema, key))]
     section = named.group(1) if named else next((key for key in nullable if _given(key, overrides)), "a section")
+    drop = f"drop {section}=null, or " if f"{section}=null" in overrides else ""
     return (
         f"{_given(section, overrides)}: {section} is null here, and a null section cannot be filled from the command line: "
-        f"drop {section}=null, or write the whole section into a config of your own (-cd FOLDER -cn NAME)"
+        f"{drop}write the whole section into a config of your own (-cd FOLDER -cn NAME)"
     )
+
+
+def _adds_to_a_mapping(cause: Exception, overrides: list[str]) -> str | None:
+    """The message when a rule's own key, an argument or a new rule was meant to be added: Hydra wants a + for it."""
+    key = getattr(cause, "full_key", None) or ""
+    if not key or not isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
+        return None
+    addable = re.compile(r"reward\.rules\.[^.=]+\.(kind=|args\.|fn=)")
+    line = next((o for o in reversed(overrides) if addable.match(o) and o.startswith((f"{key}=", f"{key}."))), None)
+    if line is None:
+        return None
+    return f"{line}: there is no {key} to change, and adding needs a +: try +{line}"

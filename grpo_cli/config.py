@@ -177,6 +177,15 @@ def _not_negative(section: str, **values: float) -> None:
         _require(value >= 0, f"{name} must be 0 or above, not {value}: try {name}=0")
 
 
+def _at_most(section: str, limit: int, **values: int) -> None:
+    """Refuse numbers that no machine would ever finish; they are slips of the keyboard."""
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else key
+        _require(value <= limit, f"{name} must be at most {limit}, not {value}: try {name}={limit}")
+
+
+MOST_STEPS = 10_000_000
+
 INFINITY_MEANS_OFF = ("optimizer.grad_clip", "algorithm.clip_high")
 
 
@@ -216,6 +225,7 @@ class Lora:
 
     def __post_init__(self):
         _positive("model.lora", rank=self.rank, alpha=self.alpha)
+        _at_most("model.lora", 65_536, rank=self.rank)
         _require(
             self.init in ("default", "gaussian"),
             f"model.lora.init={self.init} is not supported: the reference is the model with the adapter switched off, and only "
@@ -376,12 +386,14 @@ def _rule(name: str, value: Any) -> Rule:
     """One entry of reward.rules, checked by hand: a mapping of dataclasses could not take `+reward.rules.NAME.fn=...`."""
     here = f"reward.rules.{name}"
     keys = [f.name for f in fields(Rule)]
-    _require(isinstance(value, dict) and bool(value.get("fn")), f"{here}.fn is not set: try +{here}.fn=package.module:function")
+    set_it = f"{here}.fn is not set: try +{here}.fn=package.module:function"
+    _require(isinstance(value, dict), set_it)
     for key in value:
         near = difflib.get_close_matches(str(key), keys, 1)
         _require(
             key in keys, f"{here}.{key} is unknown (there are: {', '.join(keys)})" + (f": did you mean {here}.{near[0]}?" if near else "")
         )
+    _require(bool(value.get("fn")), set_it)
     rule = Rule(**value)
     for key in ("weight", "on_error", "timeout_s"):
         number = getattr(rule, key)
@@ -493,14 +505,26 @@ class Algorithm:
         _require(0 <= self.clip_low <= 1, f"algorithm.clip_low must lie in [0, 1], not {self.clip_low}: try algorithm.clip_low=0.2")
         _not_negative("algorithm", clip_high=self.clip_high, entropy_bonus=self.entropy_bonus, resample_tries=self.resample_tries)
         _positive("algorithm", updates_per_rollout=self.updates_per_rollout)
+        _at_most("algorithm", 1000, resample_tries=self.resample_tries)
+        _at_most("algorithm", 10_000, updates_per_rollout=self.updates_per_rollout)
         if self.dual_clip is not None:
+            _require(
+                math.isfinite(self.dual_clip),
+                f"algorithm.dual_clip must be a finite number, not {self.dual_clip}: try algorithm.dual_clip=3, or null for no bound",
+            )
             _require(
                 self.clip is Clip.ppo,
                 f"algorithm.dual_clip goes with algorithm.clip=ppo, not {self.clip.name}: try algorithm.dual_clip=null",
             )
             _require(
+                self.clip_high < math.inf,
+                f"algorithm.dual_clip={self.dual_clip:g} must be above 1 + algorithm.clip_high, which is inf: "
+                "try algorithm.clip_high=0.2 or algorithm.dual_clip=null",
+            )
+            _require(
                 self.dual_clip > 1 + self.clip_high,
-                f"algorithm.dual_clip must be above 1 + algorithm.clip_high, not {self.dual_clip}: try algorithm.dual_clip=3",
+                f"algorithm.dual_clip must be above 1 + algorithm.clip_high = {1 + self.clip_high:g}, not {self.dual_clip:g}: "
+                f"try algorithm.dual_clip={max(3.0, 2 * (1 + self.clip_high)):g}",
             )
         _require(
             not (self.combine is Combine.normalise_first and self.advantage is Advantage.process),
@@ -547,7 +571,15 @@ class Kl:
 
     def __post_init__(self):
         _not_negative("kl", beta=self.beta, gain=self.gain, warmup_steps=self.warmup_steps)
-        _positive("kl", measure_every=self.measure_every, target=self.target, min_beta=self.min_beta, sync_every=self.sync_every)
+        _positive("kl", measure_every=self.measure_every, target=self.target, sync_every=self.sync_every)
+        for key, example in (("min_beta", 1e-4), ("max_beta", 10)):
+            value = getattr(self, key)
+            _require(value > 0, f"kl.{key} must be above 0, not {value}: try kl.{key}={example}")
+        _require(
+            self.min_beta < self.max_beta,
+            f"kl.min_beta must be below kl.max_beta={self.max_beta:g}, not {self.min_beta:g}: "
+            f"try kl.min_beta={min(1e-4, self.max_beta / 10):g}",
+        )
         _require(0 < self.sync_alpha <= 1, f"kl.sync_alpha must lie in (0, 1], not {self.sync_alpha}: try kl.sync_alpha=1")
         if self.placement is Placement.reward:
             here = "kl.placement=reward"
@@ -584,15 +616,18 @@ class Kl:
             _unread("kl.target", self.target, f"by kl={self.schedule.name}: try kl=adaptive kl.target={self.target}")
         else:
             _require(self.target is not None, "kl.target is not set, and kl=adaptive needs it: try kl.target=1")
+            _require(self.gain > 0, f"kl.gain must be above 0 with kl=adaptive, not {self.gain:g}: try kl.gain=0.1, or kl=constant")
+            within = min(max(0.04, self.min_beta), self.max_beta)
             _require(
                 self.min_beta <= self.beta <= self.max_beta,
-                f"kl=adaptive starts from kl.min_beta <= kl.beta <= kl.max_beta, not {self.beta}: "
-                "it moves log beta, so 0 is out of reach: try kl.beta=0.04",
+                f"kl=adaptive starts from kl.min_beta={self.min_beta:g} <= kl.beta <= kl.max_beta={self.max_beta:g}, not {self.beta:g}: "
+                f"it moves log beta, so 0 is out of reach: try kl.beta={within:g}",
             )
         if self.schedule is KlSchedule.none:
             _require(
                 self.beta == 0, f"kl=none has no penalty, so kl.beta={self.beta} would do nothing: try kl=constant kl.beta={self.beta}"
             )
+            _unread("kl.warmup_steps", self.warmup_steps, "by kl=none: drop it, or try kl=constant")
 
 
 @dataclass
@@ -604,6 +639,7 @@ class GroupSize:
 
     def __post_init__(self):
         G, budget = self.samples_per_prompt, self.completions_per_step
+        _at_most("group_size", 10_000_000, samples_per_prompt=G, completions_per_step=budget)
         _require(
             G >= 2,
             f"group_size.samples_per_prompt must be 2 or above, not {G}: a group of one has no advantage: "
@@ -666,6 +702,7 @@ class Rollout:
     def __post_init__(self):
         _require(self.temperature > 0, f"rollout.temperature must be above 0, not {self.temperature}: try rollout.temperature=1")
         _positive("rollout", max_new_tokens=self.max_new_tokens, rows_at_once=self.rows_at_once)
+        _at_most("rollout", 1_000_000, max_new_tokens=self.max_new_tokens)
 
 
 @dataclass
@@ -677,11 +714,13 @@ class Evaluation:
 
     def __post_init__(self):
         _positive("evaluation", samples_per_problem=self.samples_per_problem)
+        _at_most("evaluation", 1_000_000, samples_per_problem=self.samples_per_problem)
         for k in self.pass_at:
+            _require(k >= 1, f"evaluation.pass_at has k={k}, and k counts samples, at least 1: try 'evaluation.pass_at=[1]'")
             _require(
-                1 <= k <= self.samples_per_problem,
-                f"evaluation.pass_at has k={k}, outside 1..evaluation.samples_per_problem={self.samples_per_problem}: "
-                f"try evaluation.samples_per_problem={max(k, 1)}",
+                k <= self.samples_per_problem,
+                f"evaluation.pass_at has k={k}, more than evaluation.samples_per_problem={self.samples_per_problem}: "
+                f"try evaluation.samples_per_problem={k}",
             )
 
 
@@ -761,6 +800,7 @@ class GrpoRun:
             sample_every=self.sample_every,
             log_every=self.log_every,
         )
+        _at_most("", MOST_STEPS, steps=self.steps)
         _check_machine(self.seed, self.threads, self.device)
         _require(
             self.resume not in ("", "True", "False"),  # as omegaconf writes what was no text
@@ -870,4 +910,5 @@ class SftRun:
     def __post_init__(self):
         _finite(self)
         _positive("", steps=self.steps, batch_size=self.batch_size, threads=self.threads, log_every=self.log_every)
+        _at_most("", MOST_STEPS, steps=self.steps)
         _check_machine(self.seed, self.threads, self.device)

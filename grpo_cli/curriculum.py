@@ -7,6 +7,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from grpo_cli.randomness import generator, permutation
 
@@ -19,22 +20,45 @@ LOOKS_PER_PROMPT = 256
 
 def load_pass_rates(path: str) -> dict[str, dict]:
     """The map in an earlier run's difficulty.json. ValueError says what is wrong with the file."""
-    file = Path(path).expanduser()
-    file = file / "difficulty.json" if file.is_dir() else file
     try:
+        file = Path(path).expanduser()
+        file = file / "difficulty.json" if file.is_dir() else file
         rates = json.loads(file.read_text(encoding="utf-8"))
-        assert all(0 <= entry["rate"] <= 1 for entry in rates.values())
-    except (OSError, ValueError, AttributeError, TypeError, KeyError, AssertionError) as error:
-        raise ValueError(
-            f"data.difficulty_map={path}: not the difficulty.json of a run ({error!r}): try data.difficulty_map=RUN_FOLDER"
-        ) from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder, or JSON nested too deep
+        raise _no_map(path, str(error)) from error
+    if not isinstance(rates, dict):
+        raise _no_map(path, "it holds no mapping of problem ids")
+    for problem_id, entry in rates.items():
+        if not _is_entry(entry):
+            raise _no_map(path, f"problem {problem_id} has no rate in [0, 1] with whole numbers tried and step")
+    if not rates:
+        raise _no_map(path, "it holds no problem")
     return rates
+
+
+def _no_map(path: str, why: str) -> ValueError:
+    return ValueError(
+        f"data.difficulty_map={path}: not the difficulty.json of a run that has taken a step ({why}): try data.difficulty_map=RUN_FOLDER"
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    """{"rate": 0.25, "tried": 8, "step": 3}"""
+    if not isinstance(entry, dict) or any(type(entry.get(key)) is not int for key in ("tried", "step")):
+        return False
+    return type(entry.get("rate")) in (int, float) and 0 <= entry["rate"] <= 1 and entry["tried"] >= 0
 
 
 class Curriculum:
     """Draws problems and remembers how often each was solved. Its state is (cursor, pass rates)."""
 
     def __init__(self, ids: list[str], seed: int, band: list[float] | None, revisit: float, pass_rates: dict[str, dict]):
+        """ValueError when `pass_rates` are given and not one of them is of these problems."""
+        if pass_rates and not any(problem_id in pass_rates for problem_id in ids):
+            raise ValueError(
+                f"data.difficulty_map: none of its {len(pass_rates)} problems is among this run's {len(ids)} training problems, "
+                "so it is of other data: try the map of a run on the same data, or data.difficulty_map=null"
+            )
         self._ids, self._seed, self._band, self._revisit = ids, seed, band, revisit
         self.cursor = 0
         """Problems looked at so far; the order is a function of (seed, cursor)."""

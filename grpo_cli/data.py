@@ -52,6 +52,11 @@ def load_problems(section: Data) -> tuple[list[Problem], list[Problem], list[str
     return [_problem(item, section.prompt) for item in train], [_problem(item, section.prompt) for item in heldout], notes
 
 
+def fingerprint(*sides: list[Problem]) -> str:
+    """Of the problems: their ids, prompts and gold answers in order."""
+    return hashlib.sha256(repr([[(p.id, p.prompt, p.answer) for p in side] for side in sides]).encode()).hexdigest()[:16]
+
+
 def is_heldout(question: str, share: float) -> bool:
     """Whether a question belongs to the held-out share: a hash of its words decides, so it is the same everywhere and for ever."""
     digest = hashlib.sha256(_normal(question).encode()).digest()
@@ -152,7 +157,7 @@ def _parquet_rows(stream: BinaryIO, name: str, limit: int | None) -> list[dict]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f'reading {name} needs pyarrow: pip install "grpo-cli[hub]"') from error
+        raise ValueError(f"reading {name} needs pyarrow: pip install pyarrow") from error
     try:
         return pyarrow.parquet.read_table(pyarrow.BufferReader(stream.read())).slice(0, limit).to_pylist()
     except pyarrow.ArrowException as error:
@@ -167,8 +172,7 @@ def _hub_rows(path: str, hub_config: str | None, split: str, limit: int | None, 
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"{key}={path} is no file here, and hub data sets need the package datasets: "
-            f'pip install "grpo-cli[hub]", or try {key}=FILE.jsonl'
+            f"{key}={path} is no file here, and hub data sets need the package datasets: pip install datasets, or try {key}=FILE.jsonl"
         ) from error
     try:
         rows = load_dataset(path, hub_config, split=split)

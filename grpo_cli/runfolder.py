@@ -6,6 +6,7 @@ Knows nothing of training, torch or Hydra.
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -46,7 +47,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    write_text(path, json.dumps(obj, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(finite(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities become None: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
 
 
 def values(cfg: Any) -> Any:
@@ -128,10 +140,15 @@ def holds_run(folder: Path) -> bool:
 
 
 def check(folder: Path, cfg: GrpoRun | SftRun, resume: bool) -> None:
-    """Refuse a folder that holds another run, or the same one when it is not to be continued."""
-    if not holds_run(folder):
-        return
+    """Refuse a folder that holds another run, the same one when it is not to be continued, or anything else that could be lost."""
     elsewhere = "choose another folder (hydra.run.dir=FOLDER, for a sweep hydra.sweep.dir=FOLDER)"
+    if not holds_run(folder):
+        # A start that failed at once leaves these.
+        left = (".lock", "error.log", *(("summary.json",) if summary(folder).get("status") else ()))
+        others = sorted(entry.name for entry in folder.iterdir() if entry.name not in left) if folder.is_dir() else []
+        if others:
+            raise ValueError(f"{folder} holds files and no run ({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}): {elsewhere}")
+        return
     if not resume:
         again = " or continue it with resume=auto" if isinstance(cfg, GrpoRun) else ""
         raise ValueError(f"{folder} already holds a run: {elsewhere}{again}")
@@ -139,6 +156,9 @@ def check(folder: Path, cfg: GrpoRun | SftRun, resume: bool) -> None:
     if differing:
         more = f" (and {len(differing) - 5} more)" if len(differing) > 5 else ""
         raise ValueError(f"{folder} holds a run of another config: {'; '.join(differing[:5])}{more}: {elsewhere}, or give the old values")
+    taken = [int(entry.name[5:]) for entry in (folder / "checkpoints").glob("step_*") if re.fullmatch("step_[0-9]+", entry.name)]
+    if max(taken, default=0) > cfg.steps:
+        raise ValueError(f"{folder} has taken {max(taken)} steps already, more than steps={cfg.steps}: try steps={max(taken)}")
 
 
 def is_done(folder: Path, cfg: GrpoRun | SftRun) -> bool:

@@ -46,6 +46,11 @@ def rows(folder: Path, name: str) -> list[dict]:
     return kept
 
 
+def raw(folder: Path, name: str) -> list[dict]:
+    """Rows of a file as they stand."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def numbers(folder: Path) -> dict[str, list[dict]]:
     return {name: rows(folder, name) for name in ("metrics", "groups", "eval", "samples")}
 

@@ -261,7 +261,7 @@ def test_a_folder_of_any_name_can_be_given_continued_and_measured(stage, monkeyp
     assert [call[0] for call in stage.calls] == [name, name]
     assert [path.name for path in Path().iterdir()] == [name]
     module = types.ModuleType("evaluation")
-    module.run = lambda cfg, folder, checkpoint: {"folder": stage.calls.append(str(folder))}
+    module.run = lambda cfg, folder, checkpoint, overrides: {"folder": stage.calls.append(str(folder))}
     monkeypatch.setitem(sys.modules, "grpo_cli.stages.eval", module)
     assert evaluate(measured) == 0 and evaluate(f"run={name}") == (1 if name[0] in "'\"" else 0)
     assert stage.calls[2] == name
@@ -439,7 +439,7 @@ def evaluation(stage, monkeypatch):
     module = types.ModuleType("evaluation")
     module.calls = []
 
-    def measure(cfg, folder, checkpoint):
+    def measure(cfg, folder, checkpoint, overrides):
         module.calls.append((cfg, folder, checkpoint))
         if checkpoint == "7":
             raise ValueError("there is no step 7")
@@ -503,6 +503,16 @@ def test_grpo_sft_runs_its_stage_in_the_folder_given(stage, monkeypatch):
     monkeypatch.setitem(sys.modules, "grpo_cli.stages.sft", module)
     assert run("demos=sloppy_addition", "hydra.run.dir=warm", command=cli.SFT) == 0
     assert seen == [("sloppy_addition", "warm", ["demos=sloppy_addition"])]
+
+
+def test_an_interrupted_grpo_sft_exits_130(stage, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
+    module = types.ModuleType("sft")
+    module.run = interrupted
+    monkeypatch.setitem(sys.modules, "grpo_cli.stages.sft", module)
+    assert run("demos=sloppy_addition", "hydra.run.dir=warm", command=cli.SFT) == 130
 
 
 def test_the_scripts_are_installed():

@@ -251,12 +251,53 @@ def test_a_value_beats_its_group():
         (["kl=linear", "kl.target=1"], "kl.target=1.0 is not read by kl=linear: try kl=adaptive kl.target=1.0"),
         (["optimizer.momentum=0.9"], "optimizer.momentum=0.9 is not read by optimizer=adamw: try optimizer=sgd"),
         (["evaluation.pass_at=[8]"], "try evaluation.samples_per_problem=8"),
+        (["steps=10000001"], "steps must be at most 10000000, not 10000001: try steps=10000000"),
+        (["rollout.max_new_tokens=1000001"], "try rollout.max_new_tokens=1000000"),
+        (["model.lora.rank=65537"], "try model.lora.rank=65536"),
+        (["algorithm.resample_tries=1001"], "try algorithm.resample_tries=1000"),
+        (["group_size.completions_per_step=10000008"], "try group_size.completions_per_step=10000000"),
+        (["group_size.samples_per_prompt=10000001"], "try group_size.samples_per_prompt=10000000"),
+        (["algorithm.updates_per_rollout=10001"], "try algorithm.updates_per_rollout=10000"),
+        (["evaluation.samples_per_problem=1000001"], "try evaluation.samples_per_problem=1000000"),
+        (["kl=none", "kl.warmup_steps=5"], "kl.warmup_steps=5 is not read by kl=none: drop it, or try kl=constant"),
+        (["kl.max_beta=0"], "kl.max_beta must be above 0, not 0.0: try kl.max_beta=10"),
+        (["kl.min_beta=0"], "kl.min_beta must be above 0, not 0.0: try kl.min_beta=0.0001"),
+        (["kl=adaptive", "kl.gain=0"], "kl.gain must be above 0 with kl=adaptive, not 0: try kl.gain=0.1"),
+        (["kl=adaptive", "kl.min_beta=1", "kl.max_beta=0.1"], "kl.min_beta must be below kl.max_beta=0.1, not 1: try kl.min_beta=0.0001"),
+        (["kl.min_beta=10"], "kl.min_beta must be below kl.max_beta=10, not 10"),
+        (["kl=adaptive", "kl.min_beta=1"], "try kl.beta=1"),
+        (["kl=adaptive", "kl.max_beta=0.01"], "try kl.beta=0.01"),
+        (["evaluation.pass_at=[0]"], "k counts samples, at least 1: try 'evaluation.pass_at=[1]'"),
+        (["algorithm.dual_clip=3", "algorithm.clip_high=inf"], "try algorithm.clip_high=0.2 or algorithm.dual_clip=null"),
+        (["algorithm.dual_clip=3", "algorithm.clip_high=4"], "try algorithm.dual_clip=10"),
+        (["algorithm.dual_clip=1"], "must be above 1 + algorithm.clip_high = 1.2, not 1: try algorithm.dual_clip=3"),
+        (["algorithm.dual_clip=inf"], "algorithm.dual_clip must be a finite number, not inf: try algorithm.dual_clip=3, or null"),
+        (["optimizer.betas=0.9"], "a list is expected: try 'optimizer.betas=[0.9,0.95]'"),
+        (["optimizer.betas=[0.9,x]"], "a list is expected: try 'optimizer.betas=[0.9,0.95]'"),
+        (["data.difficulty=0.2"], "a list is expected: try 'data.difficulty=[0.2,0.8]'"),
+        (["evaluation.pass_at=4"], "a list is expected: try 'evaluation.pass_at=[1]'"),
+        (["tracker.tags=a"], "a list is expected: try 'tracker.tags=[first,second]'"),
+        (["reward.rules.accuracy.kind=process"], "adding needs a +: try +reward.rules.accuracy.kind=process"),
+        (["reward.rules.accuracy.args.limit=3"], "adding needs a +: try +reward.rules.accuracy.args.limit=3"),
+        (["reward.rules.short.fn=mine:short"], "adding needs a +: try +reward.rules.short.fn=mine:short"),
+        (["+reward.rules.o.fun=x"], "reward.rules.o.fun is unknown (there are: fn, weight, args, kind): did you mean reward.rules.o.fn?"),
+        (["+kl=none"], "kl=none: the group kl has its option already: drop the +"),
+        (["kl.beta = 3"], "write it without blanks around the =: try kl.beta=3"),
+        (["reward.rules={}"], "reward.rules={} changes nothing, since a mapping is merged with what is there: drop entries"),
+        (["reward.rules={}"], "one by one: try ~reward.rules.format"),
+        (["reward.rules.accuracy.args={}"], "try ~reward.rules.accuracy.args.extract"),
+        (["data.prompt={}"], "changes nothing, since a mapping is merged with what is there: try data.prompt.template=VALUE"),
         (["stop.metric=eval/pass@2"], "try stop.metric=eval/accuracy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_named_with_what_to_type_instead(overrides, words):
     assert words in refusal(*overrides)
+
+
+def test_a_section_that_is_null_by_default_is_not_blamed_on_the_user():
+    with pytest.raises(ValueError, match=r"^model\.lora\.rank=4: model\.lora is null here.* line: write the whole section into"):
+        compose(["demos=sloppy_addition", "model.lora.rank=4"], cli.SFT)
 
 
 def test_demonstrations_that_a_generator_would_not_read_are_refused():

@@ -59,11 +59,30 @@ def test_pass_rates_follow_the_newest_groups():
     assert c.pass_rates["p1"] == {"rate": 0.625, "tried": 16, "step": 9}
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"p": {}}', '{"p": {"rate": 2}}', '{"p": 1}'])
+NO_MAPS = ["", "[]", "3", "null", "{}", '{"p": {}}', '{"p": 1}', '{"p": [0.5, 8, 1]}', "[" * 100_000]
+NO_MAPS += [f'{{"p": {{"rate": {rate}, "tried": 8, "step": 1}}}}' for rate in ("2", "-0.1", "NaN", "Infinity", '"0.5"', "true", "null")]
+COUNTS = [("-1", "1"), ("8.5", "1"), ("true", "1"), ("8", '"1"')]
+NO_MAPS += [f'{{"p": {{"rate": 0.5, "tried": {tried}, "step": {step}}}}}' for tried, step in COUNTS]
+NO_MAPS += ['{"p": {"rate": 0.5, "tried": 8}}', '{"p": {"rate": 0.5, "step": 8}}', '{"q": {"rate": 0.5, "tried": 8, "step": 1}, "p": null}']
+
+
+@pytest.mark.parametrize("content", NO_MAPS, ids=lambda text: text[:50])
 def test_a_file_that_is_no_map_is_refused(tmp_path, content):
     (tmp_path / "difficulty.json").write_text(content)
-    with pytest.raises(ValueError, match=r"data\.difficulty_map"):
+    with pytest.raises(ValueError, match=r"^data\.difficulty_map=.*: not the .*: try data\.difficulty_map=RUN_FOLDER$") as caught:
         load_pass_rates(str(tmp_path))
+    assert "Error(" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"No such file or directory.*try data\.difficulty_map=RUN_FOLDER"):
+        load_pass_rates(str(tmp_path / "nowhere"))
+
+
+def test_a_map_of_other_problems_is_refused_and_one_known_problem_is_enough():
+    with pytest.raises(ValueError, match=r"data\.difficulty_map: none of its 2 problems is among this run's 10 training problems"):
+        curriculum(rates={"q1": rate(0.5), "q2": rate(0.5)})
+    assert curriculum(rates={"q1": rate(0.5), "p9": rate(0.5)}).pass_rates["p9"] == rate(0.5)
 
 
 def test_a_map_is_read_from_its_file_or_its_run_folder(tmp_path):

@@ -90,6 +90,23 @@ def test_adaptive_beta_moves_in_log_space_towards_the_target_and_stays_in_bounds
     assert beta.at(50) == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kl_B", "moved"),
+    [
+        ([0.5, 0.5], 0.0),  # at the target
+        ([0.25, 0.25], -0.05),  # half of it: gain 0.1 times -50 %
+        ([1.0, 0.0, 0.5, 1.1], 0.03),  # a mean of 0.65: +30 %
+        ([1.0, 1.0], 0.1),
+        ([20.0, 0.0], 0.1),
+        ([0.0, 0.0], -0.1),
+    ],
+)
+def test_log_beta_moves_by_gain_times_the_relative_error_of_the_mean(kl_B, moved):
+    beta = BetaSchedule(kl_section(schedule=KlSchedule.adaptive, beta=1.0, target=0.5, gain=0.1), steps=10)
+    beta.observe(1, torch.tensor(kl_B))
+    assert math.log(beta.at(2)) == pytest.approx(moved, abs=1e-6)
+
+
 def test_adaptive_state_continues_exactly():
     one, two = (BetaSchedule(kl_section(schedule=KlSchedule.adaptive, target=1.0), 10) for _ in range(2))
     one.observe(1, torch.tensor([0.3]))

@@ -105,6 +105,15 @@ def test_a_rule_that_does_not_apply_counts_as_the_mean_when_rules_are_apart():
     assert rules_apart(rules, {"a": 1.0, "b": 1.0}, Advantage.group_mean, Std.sample).tolist() == [[0.0, 0.5, -0.5]]
 
 
+@pytest.mark.parametrize("advantage", OUTCOME)
+def test_a_rule_that_does_not_apply_gives_no_advantage_of_any_kind(advantage):
+    # In the second group the three others differ from NaN's neighbours' mean, so rank and the step's mean would each see a difference.
+    scores_PG = torch.tensor([[math.nan, 1.0, 0.0, 0.0], [5.0, math.nan, 9.0, 9.0], [math.nan] * 4])
+    apart = rules_apart({"a": scores_PG}, {"a": 2.0}, advantage, Std.sample)
+    assert (apart[scores_PG.isnan()] == 0).all()
+    assert (apart[~scores_PG.isnan()] != 0).all()
+
+
 # --- ratio and clip on paper: T 3
 
 
@@ -179,7 +188,8 @@ def paper_batch(**changes) -> Batch:
         "completion_ids_BT": torch.tensor([[0, 1, 0], [1, 0, 1]]),
         "completion_lengths_B": torch.tensor([2, 3]),
         "trained_B": torch.tensor([True, True]),
-        "sampled_logprobs_BT": torch.tensor([[-1.0, -1.0, 0.0], [-1.0, -1.0, -1.0]]),
+        "sampled_logprobs_BT": torch.zeros(2, 3),
+        "old_logprobs_BT": torch.tensor([[-1.0, -1.0, 0.0], [-1.0, -1.0, -1.0]]),
         "reference_logprobs_BT": torch.tensor([[-1.5, -1.5, 9.0], [-1.0, -2.0, -2.0]]),
     }
     return Batch(**values | changes)
@@ -544,7 +554,7 @@ def gradients_by_budget(folder, *overrides: str) -> list[list[Tensor]]:
         prompts = encoded(policy, "1+1=", "a longer prompt 22+33=", "7=")
         sampled = sample(policy, prompts, 4, rollout_section(), uniforms(1, "rollout", 1, 3, 4, 12))
         batch = collate(sampled, policy.pad_id, cfg.algorithm.truncated)
-        batch = policy.annotate(batch, reference=True, exact=cfg.kl.estimator is Estimator.exact)
+        batch = policy.annotate(batch, reference=True, exact=cfg.kl.estimator is Estimator.exact, old=True)
         batch.advantages_BT = assign(scores_of(REWARDS_PG), {"a": 1.0}, [], batch, 0.04, cfg.algorithm, cfg.kl)
         improve(policy, Mover(policy, 2, 0.1), NO_SCHEDULE, batch, 0.04, cfg.algorithm, cfg.kl, 0.0, 12)
         found.append([p.grad for p in policy.trainable.values()])

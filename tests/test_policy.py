@@ -63,6 +63,20 @@ def test_reference_equals_the_start_and_stays_there(model_folder, lora):
     assert torch.equal(policy.token_logprobs(batch).logprobs_BT, moved)
 
 
+@pytest.mark.parametrize("lora", [None, Lora(4, 8, "default", None)], ids=["full", "lora"])
+def test_a_sync_moves_the_reference_by_alpha_towards_the_policy(model_folder, lora):
+    policy = load_policy(model_section(model_folder, lora=lora), CPU, seed=1, temperature=1.0, moving=True)
+    start = {name: p.detach().clone() for name, p in policy.trainable.items()}
+    shake(policy)
+    policy.sync_reference(0.25)
+    for name, tensor in policy.weights()["reference"].items():
+        assert torch.allclose(tensor, 0.25 * policy.trainable[name].detach() + 0.75 * start[name], atol=1e-6)
+    policy.sync_reference(1.0)
+    batch = rolled_out(policy, "1+1=")
+    scored = policy.token_logprobs(batch).logprobs_BT.detach()
+    assert torch.allclose(policy.annotate(batch, True).reference_logprobs_BT, scored, atol=1e-6)
+
+
 def test_a_run_that_starts_from_an_adapter_has_that_adapter_as_its_reference(model_folder, tmp_path):
     trained = policy_for(model_folder)
     shake(trained)

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,8 @@ from grpo_cli.batch import collate, pad
 from grpo_cli.config import Truncated
 from grpo_cli.policy import load_policy
 from grpo_cli.randomness import uniforms
-from grpo_cli.records import Ended
-from grpo_cli.rollout import _inverse_cdf, sample
+from grpo_cli.records import END, Ended
+from grpo_cli.rollout import _inverse_cdf, sample, token_of
 
 CPU = torch.device("cpu")
 
@@ -91,6 +93,22 @@ def test_a_head_wider_than_the_tokenizer_never_yields_an_unknown_id(tmp_path):
     assert len(policy.tokenizer) < 64
     groups = sample(policy, encoded(policy, "1+1="), 64, rollout_section(), uniforms(1, "rollout", 1, 1, 64, 12))
     assert max(max(c.token_ids) for c in groups[0].completions) < len(policy.tokenizer)
+
+
+def test_a_place_in_the_text_belongs_to_the_token_that_completes_it(policy):
+    # One token per character: the first k characters are complete with token k - 1. The end token is one more.
+    ids = [*policy.tokenizer("7+5=12 8")["input_ids"], policy.eos_ids[0]]
+    assert [token_of(policy, ids, end) for end in (1, 2, 6, 8)] == [0, 1, 5, 7]
+    assert token_of(policy, ids, END) == 8
+
+
+def test_a_token_of_several_characters_holds_every_place_within_it(policy):
+    class Words:
+        def decode(self, ids, **_):
+            return "".join(["ab", "", "cde", "f"][number] for number in ids)
+
+    stub = SimpleNamespace(tokenizer=Words())
+    assert [token_of(stub, [0, 1, 2, 3], end) for end in range(1, 7)] == [0, 0, 2, 2, 2, 3]
 
 
 def test_inverse_cdf_never_takes_a_token_of_probability_zero():

@@ -114,6 +114,20 @@ def test_a_folder_that_holds_a_run_is_refused_unless_it_is_continued(tmp_path):
     assert (tmp_path / "summary.json").read_text() == before
 
 
+@pytest.mark.parametrize("name", ["adapter", "metrics.jsonl", "notes.txt"])
+def test_a_folder_of_other_files_is_refused_and_they_stay(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=rf"holds files and no run \({name}\): choose another folder"):
+        RunFolder(tmp_path, compose(), [], resume=False).__enter__()
+    assert (tmp_path / name).read_text() == "mine" and not (tmp_path / "config.yaml").exists()
+
+
+def test_a_folder_in_which_a_run_failed_to_start_is_taken(tmp_path):
+    runfolder.record_failure(tmp_path, ValueError("no"))
+    with RunFolder(tmp_path, compose(), [], resume=False) as run:
+        assert run.summary["status"] == "running"
+
+
 def test_continuing_with_another_model_or_algorithm_names_the_keys_and_damages_nothing(tmp_path):
     leave(tmp_path, compose())
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

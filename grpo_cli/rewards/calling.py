@@ -19,7 +19,7 @@ from grpo_cli.rewards.code import code, code_efficiency
 from grpo_cli.rewards.countdown import countdown
 from grpo_cli.rewards.ifeval import ifeval
 from grpo_cli.rewards.mathematics import math
-from grpo_cli.rewards.rules import NOT_APPLICABLE, numeric, overlong, r1_format, working_steps
+from grpo_cli.rewards.rules import NOT_APPLICABLE, check_overlong, numeric, overlong, r1_format, working_steps
 from grpo_cli.rewards.text import exact, json_schema, length, multiple_choice, regex, repetition, translation
 
 FLOAT32_MAX = 3.4e38
@@ -77,6 +77,9 @@ def _load(key: str, rule: Rule) -> LoadedRule:
 
 def _imported(key: str, fn: str) -> Any:
     module_name, _, attribute = fn.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        name = module_name.removesuffix(".py").removeprefix("./").strip("/").replace("/", ".")
+        raise ValueError(f"{key}.fn={fn} names a file, and a module is named as in an import: try {key}.fn={name}:{attribute}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # at the end, so that a folder of the user's never hides an installed package
     try:
@@ -111,6 +114,8 @@ def _check_args(key: str, rule: Rule, function: Callable) -> None:
             f"{key}: {rule.fn}{signature} cannot be called with one sample and {key}.args={rule.args}: {error}; "
             "a rule is a function of one sample, its further parameters come from args"
         ) from error
+    if function is overlong:
+        check_overlong(key, rule.args)
     for name, value in rule.args.items():
         hint = signature.parameters[name].annotation if name in signature.parameters else None
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else [value]

@@ -77,4 +77,3 @@ class Classifier:
             if label in (number, name):
                 return number
         raise ValueError(f"args.label={label} names none of its classes ({', '.join(f'{n}: {name}' for n, name in names.items())})")
-

@@ -3,10 +3,11 @@
 A rule knows nothing of weights, groups or tensors, and gives the same score from any thread or process.
 """
 
+import math
 import re
 from enum import Enum
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_cli.records import Ended, Sample
 
@@ -102,16 +103,20 @@ def r1_format(sample: Sample, partial: bool = False) -> float:
 
 _SUM = re.compile(r"([0-9]+(?:\+[0-9]+)+)=([0-9]+)")
 
+_MOST_DIGITS = 4300
+"""Longer numbers are not meant, and int() refuses them."""
+
 
 def working_steps(sample: Sample) -> list[tuple[int, float]] | NotApplicable:
     """Process rule: every sum in the thought is a step, worth 1.0 when it is true: "7+5=12 6+1+1=9" gives [(6, 1.0), (14, 0.0)].
 
-    Not applicable to a completion without a sum before </think>.
+    A sum with a number of more than 4300 digits counts as false. Not applicable to a completion without a sum before </think>.
     """
     steps = []
     for match in _SUM.finditer(sample.text.split("</think>", 1)[0]):
-        terms, total = match.groups()
-        steps.append((match.end(), float(sum(map(int, terms.split("+"))) == int(total))))
+        terms, total = match[1].split("+"), match[2]
+        readable = all(len(number) <= _MOST_DIGITS for number in (*terms, total))
+        steps.append((match.end(), float(readable and sum(map(int, terms)) == int(total))))
     return steps or NOT_APPLICABLE
 
 
@@ -119,3 +124,14 @@ def overlong(sample: Sample, max_tokens: int, buffer: int) -> float:
     """0 up to max_tokens - buffer tokens, then falling in a line to -1 at max_tokens (DAPO's soft punishment, arXiv:2503.14476 eq. 13)."""
     excess = sample.tokens - (max_tokens - buffer)
     return -min(1.0, max(0.0, excess / buffer))
+
+
+def check_overlong(key: str, args: dict[str, Any]) -> None:
+    """Refuse arguments with which `overlong` would have no line to fall along; `key` is reward.rules.NAME."""
+    most, buffer = (args.get(name) for name in ("max_tokens", "buffer"))
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (most, buffer))
+    if not numbers or not 0 < buffer <= most < math.inf:
+        raise ValueError(
+            f"{key}.args: overlong needs numbers with 0 < buffer <= max_tokens, not max_tokens={most}, buffer={buffer}: "
+            f"try '++{key}.args={{max_tokens: 1024, buffer: 128}}'"
+        )

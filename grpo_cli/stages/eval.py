@@ -1,5 +1,6 @@
 """Evaluate a checkpoint of a run on held-out problems, with as many samples as asked for."""
 
+import hashlib
 from pathlib import Path
 
 from grpo_cli import checkpoint
@@ -12,8 +13,11 @@ from grpo_cli.runfolder import write_json
 from grpo_cli.runtime import pick_device, use_threads
 
 
-def run(cfg: GrpoRun, folder: Path, which: str) -> dict:
-    """The evaluation's metrics, also written to <folder>/evaluations/<checkpoint>.json; the run's own files stay as they are."""
+def run(cfg: GrpoRun, folder: Path, which: str, overrides: list[str]) -> dict:
+    """The evaluation's metrics, also written to <folder>/evaluations/, a file per checkpoint and set of overrides.
+
+    The run's own files stay as they are.
+    """
     found = checkpoint.find(folder, which)
     use_threads(cfg.threads)
     policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, cfg.rollout.temperature, reference=False)
@@ -25,6 +29,7 @@ def run(cfg: GrpoRun, folder: Path, which: str) -> dict:
     with Rules(cfg.reward, cfg.device) as rules:
         metrics = evaluate(policy, prompts, rules, cfg.evaluation, cfg.rollout, cfg.seed)
     (folder / "evaluations").mkdir(exist_ok=True)
-    file = folder / "evaluations" / f"{found.name}.json"
-    write_json(file, {"checkpoint": found.name, "problems": len(prompts), **metrics})
+    under = "-" + hashlib.sha256("\0".join(sorted(overrides)).encode()).hexdigest()[:8] if overrides else ""
+    file = folder / "evaluations" / f"{found.name}{under}.json"
+    write_json(file, {"checkpoint": found.name, "overrides": overrides, "problems": len(prompts), **metrics})
     return {"checkpoint": found.name, "file": str(file), **metrics}

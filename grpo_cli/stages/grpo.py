@@ -1,5 +1,6 @@
 """The GRPO run: assemble the pieces, then sample, score, weigh, improve, until the budget is spent or there is a reason to stop."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,9 +8,9 @@ from grpo_cli import checkpoint, runfolder
 from grpo_cli.advantages import assign
 from grpo_cli.batch import collate, to_device
 from grpo_cli.collect import Collected, collect
-from grpo_cli.config import Advantage, Control, Estimator, GateMode, GrpoRun, KlSchedule
+from grpo_cli.config import Advantage, Control, Estimator, GateMode, GrpoRun, KlSchedule, Placement
 from grpo_cli.curriculum import Curriculum, load_pass_rates
-from grpo_cli.data import load_problems
+from grpo_cli.data import fingerprint, load_problems
 from grpo_cli.evaluation import evaluate
 from grpo_cli.kl import BetaSchedule
 from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
@@ -39,6 +40,8 @@ class Progress:
     cursor: int = 0
     pass_rates: dict[str, dict] = field(default_factory=dict)
     """The state of the curriculum."""
+    origin: dict = field(default_factory=dict)
+    """What the run started from: its config, and fingerprints of its model and data."""
 
     def note_step(self, tokens: int, seconds: float) -> None:
         self.step += 1
@@ -84,16 +87,15 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
     known = load_pass_rates(cfg.data.difficulty_map) if cfg.data.difficulty_map else {}
     curriculum = Curriculum([p.problem.id for p in prompts], cfg.seed, cfg.data.difficulty, cfg.data.revisit, known)
 
-    progress = Progress()
-    found = checkpoint.newest(folder.path)
+    data = fingerprint(train_problems, heldout_problems)
+    progress = Progress(origin={"config": runfolder.identity(folder.values), "model": policy.fingerprint(), "data": data})
+    found = checkpoint.newest(folder.path) if cfg.resume else None
     if found is not None:
-        progress = Progress(**checkpoint.load(found, policy, optimizer, lr_schedule))
+        saved = Progress(**checkpoint.load(found, policy, optimizer, lr_schedule))
+        _refuse_another(saved.origin, progress.origin, found)
+        progress = saved
         beta_schedule.load_state(progress.beta)
         curriculum.cursor, curriculum.pass_rates = progress.cursor, progress.pass_rates
-        if progress.step > cfg.steps:
-            raise ValueError(
-                f"{folder.path} has taken {progress.step} steps already, more than steps={cfg.steps}: try steps={progress.step}"
-            )
         checkpoint.point(folder.path, progress.step, progress.evaluations["best"]["step"])
         notes.append(f"resumed from {found.name}: {cfg.steps - progress.step} of {cfg.steps} steps to go")
     tracker = Tracker(
@@ -162,7 +164,8 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
             groups, scores = got.groups, got.scores
             batch = to_device(collate(groups, policy.pad_id, cfg.algorithm.truncated), device)
             beta, lr = beta_schedule.at(step), lr_schedule.get_last_lr()[0]
-            batch = policy.annotate(batch, beta > 0 or _measures_kl(step, cfg), exact=beta > 0 and cfg.kl.estimator is Estimator.exact)
+            exact, in_reward = beta > 0 and cfg.kl.estimator is Estimator.exact, beta > 0 and cfg.kl.placement is Placement.reward
+            batch = policy.annotate(batch, reference=beta > 0 or _measures_kl(step, cfg), exact=exact, old=in_reward)
             steps_B = _step_tokens(policy, groups, scores.steps_B) if cfg.algorithm.advantage is Advantage.process else []
             batch.advantages_BT = assign(scores, rules.weights, steps_B, batch, beta, cfg.algorithm, cfg.kl)
             update = improve(policy, optimizer, lr_schedule, batch, beta, cfg.algorithm, cfg.kl, cfg.optimizer.grad_clip, T)
@@ -215,14 +218,35 @@ def _examine(rules: Rules, problems: list[Problem], folder: runfolder.RunFolder)
     return notes
 
 
+def _refuse_another(saved: dict, here: dict, found: Path) -> None:
+    """A run continues on what it began with, whatever has happened to the files since. ValueError names what differs."""
+    differing = runfolder.differences(saved["config"], here["config"])
+    if differing:
+        raise ValueError(f"{found} was saved under another config: {'; '.join(differing[:5])}: give config.yaml its old values again")
+    for part, where in (("model", "model.path"), ("data", "data.path")):
+        if saved[part] != here[part]:
+            raise ValueError(f"this is not the {part} that {found} was saved with: put the old files of {where} back, or start a new run")
+
+
 def _encode(policy: Policy, problems: list[Problem], cfg: GrpoRun, which: str, notes: list[str]) -> list[EncodedProblem]:
-    limit = cfg.data.max_prompt_tokens
-    encoded, dropped = policy.encode(problems, limit, cfg.rollout.max_new_tokens)
+    """The prompts that fit, with notes on those that do not and on those that the tokenizer cannot spell."""
+    limit, T = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
+    encoded, dropped = policy.encode(problems, limit, T)
+    window = getattr(policy.lm.config, "max_position_embeddings", None)
+    if window is None or limit <= window - T:
+        bound, advice = f"data.max_prompt_tokens={limit}", f"data.max_prompt_tokens={2 * limit}, or data of shorter questions"
+    else:
+        bound = f"the {window - T} tokens that rollout.max_new_tokens={T} leaves of the model's window of {window}"
+        advice = f"rollout.max_new_tokens={max(1, T // 2)}, or a model with a longer window"
     if dropped:
-        notes.append(f"{dropped} of {len(problems)} {which} prompts are longer than data.max_prompt_tokens={limit}: left out")
+        notes.append(f"{dropped} of {len(problems)} {which} prompts are longer than {bound}: left out")
     if not encoded:
-        room = f"a larger data.max_prompt_tokens (now {limit}) or a smaller rollout.max_new_tokens (now {cfg.rollout.max_new_tokens})"
-        raise ValueError(f"no {which} prompt fits: try {room}")
+        raise ValueError(f"no {which} prompt fits, all are longer than {bound}: try {advice}")
+    unknown = policy.tokenizer.unk_token_id
+    if unknown is not None and unknown not in policy.eos_ids:
+        blurred = sum(unknown in prompt.prompt_ids for prompt in encoded)
+        if blurred:
+            notes.append(f"{blurred} of {len(encoded)} {which} prompts hold characters unknown to the model's tokenizer")
     return encoded
 
 
@@ -266,7 +290,8 @@ def _closing_lines(progress: Progress, folder: Path, exported: str, status: str)
     lines = [f"held-out problems  before -> after (step {first['step']} -> {last['step']})"]
     for name, metric in (("sampled accuracy", "eval/accuracy"), ("greedy accuracy", "eval/accuracy_greedy"), ("reward", "eval/reward")):
         error, n = last[f"{metric}_se"], last[f"{metric}_n"]
-        lines.append(f"{name:<18} {first[metric]:.3f} -> {last[metric]:.3f}  (standard error {error:.3f}, n={n})")
+        known = f"standard error {error:.3f}, " if error is not None and math.isfinite(error) else ""  # null in a file read back
+        lines.append(f"{name:<18} {first[metric]:.3f} -> {last[metric]:.3f}  ({known}n={n})")
     lines += [
         f"best               step {best['step']}, kept in {exported}/",
         f"training           {progress.seconds:.0f} s, {progress.tokens} completion tokens",

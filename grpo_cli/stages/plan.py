@@ -30,6 +30,7 @@ from grpo_cli.config import (
     Truncated,
 )
 from grpo_cli.optim import lr_factor
+from grpo_cli.rewards.rules import check_overlong
 
 WIDTH = 118
 
@@ -211,6 +212,11 @@ def _schedule(kl: Kl, steps: int) -> str:
     if kl.schedule is KlSchedule.constant:
         return f"{start}constant"
     way = "in a line" if kl.schedule is KlSchedule.linear else "along half a cosine"
+    if steps == 1:
+        return f"{kl.end_beta:g} at step 1, the last; kl.beta is never reached"
+    if kl.warmup_steps + 1 >= steps:
+        reached = f"from 0 up to {kl.beta * kl.warmup_steps / (kl.warmup_steps + 1):g} at step {kl.warmup_steps}"
+        return f"{reached}, then {kl.end_beta:g} at step {steps}; kl.beta is never reached"
     return f"{start}{way} to {kl.end_beta:g} at step {steps}"
 
 
@@ -258,9 +264,9 @@ def _learning_rate(cfg: GrpoRun, updates: int) -> str:
 
 def _points(every: int, steps: int) -> str:
     """step 0, 20, ..., 100 (6)"""
-    points = sorted({0, *range(every, steps + 1, every), steps})
-    shown = points if len(points) <= 6 else [*points[:3], "...", points[-1]]
-    return f"step {', '.join(map(str, shown))} ({len(points)})"
+    count = 2 + (steps - 1) // every  # steps itself is always one of them
+    shown = [*range(0, steps, every), steps] if count <= 6 else [0, every, 2 * every, "...", steps]
+    return f"step {', '.join(map(str, shown))} ({count})"
 
 
 # --- warnings ----------------------------------------------------------------------------------------------------------
@@ -287,6 +293,9 @@ def _reward_traps(cfg: GrpoRun) -> Iterator[str]:
     if algorithm.resample_tries and shaping:
         here, off = f"algorithm.resample_tries={algorithm.resample_tries}", " ".join(f"reward.rules.{name}.weight=0" for name in shaping)
         yield f"{here} drops groups of equal {right}, whatever their {', '.join(shaping)}: try {off} or algorithm.resample_tries=0"
+    for name, rule in cfg.reward.rules.items():
+        if rule.fn == "overlong":
+            check_overlong(f"reward.rules.{name}", rule.args)
     for name, rule in paid.items():
         key, steps = f"reward.rules.{name}", rule.kind is RuleKind.process
         if steps and algorithm.advantage is not Advantage.process:
@@ -295,7 +304,7 @@ def _reward_traps(cfg: GrpoRun) -> Iterator[str]:
         if rule.fn == "overlong" and algorithm.truncated is Truncated.mask:
             here = f"algorithm.truncated=mask with {key}: cut completions are penalised but not trained on"
             yield f"{here}, so the penalty only lifts the rest of their group: try algorithm.truncated=keep"
-        if rule.fn == "overlong" and rule.args.get("max_tokens", 0) - rule.args.get("buffer", 0) >= T:
+        if rule.fn == "overlong" and rule.args["max_tokens"] - rule.args["buffer"] >= T:
             yield f"{key} punishes beyond max_tokens - buffer, and no completion passes {T} tokens: try {key}.args.max_tokens={T}"
 
 
@@ -311,6 +320,9 @@ def _advantage_traps(cfg: GrpoRun) -> Iterator[str]:
     if algorithm.combine is Combine.normalise_first and algorithm.advantage in (Advantage.group_mean, Advantage.leave_one_out):
         here = f"algorithm.combine=normalise_first has nothing to normalise with advantage={algorithm.advantage.name}"
         yield f"{here}: try algorithm.advantage=group_std or algorithm.combine=weigh_first"
+    if algorithm.combine is Combine.normalise_first and sum(rule.weight != 0 for rule in rules) == 1:
+        here = "algorithm.combine=normalise_first has only one rule with a weight, so there are no scales to keep apart"
+        yield f"{here}: try algorithm.combine=weigh_first"
     if process and not any(rule.weight and rule.kind is RuleKind.process for rule in rules):
         add = "+reward.rules.steps.fn=working_steps +reward.rules.steps.kind=process"
         yield f"algorithm.advantage=process without a rule of that kind is group_std: try algorithm.advantage=group_std or {add}"
@@ -319,6 +331,9 @@ def _advantage_traps(cfg: GrpoRun) -> Iterator[str]:
 def _clip_traps(algorithm: Algorithm, kl: Kl) -> Iterator[str]:
     mu, low, high = algorithm.updates_per_rollout, algorithm.clip_low, algorithm.clip_high
     acts = algorithm.clip is Clip.ppo and mu > 1
+    if algorithm.dual_clip is not None and mu == 1:
+        here = f"algorithm.dual_clip={algorithm.dual_clip:g} never acts with one update per rollout, where w is 1"
+        yield f"{here}: try algorithm.updates_per_rollout=2 or algorithm.dual_clip=null"
     if acts and algorithm.ratio is Ratio.sequence and max(low, high) >= 0.1:
         here = f"algorithm.ratio=sequence with a clip of {max(low, high):g}: a mean over tokens moves far less, so it hardly acts"
         yield f"{here}: try algorithm.clip_low=3e-4 algorithm.clip_high=4e-4"
@@ -357,12 +372,15 @@ def _budget_traps(cfg: GrpoRun) -> Iterator[str]:
     if optimizer.warmup_steps > updates:
         here = f"optimizer.warmup_steps={optimizer.warmup_steps} outlasts the {updates} optimizer steps"
         yield f"{here}, {lr} is never reached: try optimizer.warmup_steps={updates // 10}"
-    if data.difficulty and data.revisit == 0:
+    banded = bool(data.difficulty) and list(data.difficulty) != [0, 1]
+    if data.difficulty and not banded:
+        yield "data.difficulty=[0,1] holds every problem, so none is passed over: try 'data.difficulty=[0.2,0.8]' or data.difficulty=null"
+    if banded and data.revisit == 0:
         yield "data.revisit=0: a problem that left the band of data.difficulty is never tried again: try data.revisit=0.1"
     if data.difficulty_map and not data.difficulty:
         yield "data.difficulty_map without data.difficulty: all problems are drawn alike: try 'data.difficulty=[0.2,0.8]'"
     draws = cfg.steps * cfg.group_size.prompts_per_step * (1 + cfg.algorithm.resample_tries)
-    if data.difficulty and not data.difficulty_map and (problems := _training_problems(data)) >= draws:
+    if banded and not data.difficulty_map and (problems := _training_problems(data)) >= draws:
         here = f"data.difficulty: at most {draws} of {problems} problems are drawn, none twice, so the band never acts"
         yield f"{here}: try data.train.limit={max(1, draws // 4)} or data.difficulty_map=RUN_FOLDER"
     # If pass rates were spread evenly over 0..1: variance 1/12 between problems, 1/6 within one.

@@ -44,6 +44,7 @@ def _train(cfg: SftRun, folder: RunFolder, interrupts: Interrupts) -> dict:
     with open(folder.path / "metrics.jsonl", "w", encoding="ascii", buffering=1) as metrics:
         for step in range(1, cfg.steps + 1):
             if interrupts.received:
+                print(f"interrupted by {interrupts.received} after step {step - 1}, nothing saved", flush=True)
                 raise KeyboardInterrupt(interrupts.received)
             batch = to_device(collate(draw(step), policy.pad_id), device)
             optimizer.zero_grad()

@@ -5,10 +5,11 @@ They are the truth about a run. A killed process loses nothing that was written;
 
 import contextlib
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
+
+from grpo_cli.runfolder import finite
 
 KINDS = ("metrics", "groups", "samples", "eval")
 
@@ -34,7 +35,7 @@ class RowFiles:
         """Hand the rows to the OS in one write, so that a kill leaves at most one torn last line."""
         file = self._files[kind]
         # ASCII: the separators U+2028 and U+0085 in a completion must not look like line ends to a reader.
-        data = "".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows).encode("ascii")
+        data = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows).encode("ascii")
         size = os.fstat(file.fileno()).st_size
         try:
             while data:  # a full disk first takes a part, and says so at the next try
@@ -76,14 +77,3 @@ def _replace(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _finite(value: Any) -> Any:
-    """NaN and infinities become None: JSON has no word for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -1,12 +1,13 @@
 import json
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from grpo_cli.records import Ended, Problem, Sample
-from grpo_cli.rewards.rules import NOT_APPLICABLE, numeric, parse_number, r1_format
+from grpo_cli.rewards.rules import NOT_APPLICABLE, numeric, overlong, parse_number, r1_format, working_steps
 
 SHARED = Path(__file__).parents[2] / "../shared/cases/math.jsonl"
 
@@ -209,6 +210,35 @@ def test_the_r1_format_is_the_whole_completion(text, score):
 def test_a_think_tag_opened_by_the_prompt_begins_the_completion(text, score):
     assert r1_format(sample(text, prompt="<|assistant|><think>\n")) == score
     assert r1_format(sample("a</think><answer>9</answer>", prompt="Write <think> first.")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("7+5=12 6+1+1=9", [(6, 1.0), (14, 0.0)]),
+        ("7+5=12</think>1+1=3", [(6, 1.0)]),
+        ("007+5=12", [(8, 1.0)]),
+        ("no sum, 12=12", NOT_APPLICABLE),
+        ("0+" + "9" * 4300 + "=" + "9" * 4300, [(8603, 1.0)]),
+        ("0+" + "9" * 4301 + "=" + "9" * 4301 + " 1+1=2", [(8605, 0.0), (8611, 1.0)]),
+        ("1+1=" + "2" * 5000, [(5004, 0.0)]),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_every_sum_of_the_thought_is_a_step(text, steps):
+    assert working_steps(sample(text)) == steps
+
+
+# Allowed 64, the last 16 of them with a growing penalty: 48 is free, and each token beyond costs 1/16 until 64.
+@pytest.mark.parametrize(
+    ("tokens", "score"), [(1, 0.0), (48, 0.0), (49, -0.0625), (52, -0.25), (56, -0.5), (63, -0.9375), (64, -1.0), (65, -1.0), (1000, -1.0)]
+)
+def test_overlong_falls_in_a_line_over_the_buffer(tokens, score):
+    assert overlong(replace(sample("a"), tokens=tokens), max_tokens=64, buffer=16) == score
+
+
+def test_overlong_with_a_buffer_of_all_tokens_falls_from_the_first():
+    assert overlong(replace(sample("a"), tokens=3), max_tokens=4, buffer=4) == -0.75
 
 
 def test_rules_hold_in_linear_time_on_hostile_texts():

@@ -1,16 +1,20 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
-from runs import config, numbers, rows, train
+from models import model_section
+from runs import config, numbers, raw, rows, train
 
 from grpo_cli import checkpoint, runfolder
 from grpo_cli.cli import TRAIN
 from grpo_cli.compose import Composer, convert
 from grpo_cli.config import GrpoRun
 from grpo_cli.evaluation import pass_at
+from grpo_cli.policy import load_policy
+from grpo_cli.records import Problem
 from grpo_cli.stages import eval as evaluation_stage
 from grpo_cli.stages import grpo
 
@@ -46,10 +50,6 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     train(folder)
     return folder
-
-
-def raw(folder, name):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def test_every_step_has_every_metric_of_the_contract(finished):
@@ -164,12 +164,17 @@ def test_a_run_stops_when_told_to_and_says_why(tmp_path, override, words):
 
 def test_grpo_eval_measures_the_saved_policy(finished):
     cfg = config()
-    result = evaluation_stage.run(cfg, finished, "last")
+    result = evaluation_stage.run(cfg, finished, "last", [])
     last = rows(finished, "eval")[-1]
     assert {key: value for key, value in result.items() if key.startswith("eval/")} == {k: v for k, v in last.items() if k != "step"}
     assert json.loads((finished / "evaluations/step_000009.json").read_text())["problems"] == 4
     with pytest.raises(ValueError, match="step_000009"):
-        evaluation_stage.run(cfg, finished, "77")
+        evaluation_stage.run(cfg, finished, "77", [])
+    overrides = ["data.eval.limit=2"]
+    other = evaluation_stage.run(config(*overrides), finished, str(finished / "checkpoints/step_000009"), overrides)
+    written = json.loads(Path(other["file"]).read_text())
+    assert written["problems"] == 2 and written["overrides"] == overrides
+    assert json.loads((finished / "evaluations/step_000009.json").read_text())["problems"] == 4
 
 
 def test_the_exported_adapter_is_the_best_checkpoints(finished):
@@ -226,6 +231,46 @@ def test_a_policy_that_lost_its_numbers_ends_the_run_with_advice(tmp_path):
     with pytest.raises(ValueError, match=r"optimizer\.lr"):
         train(tmp_path, "optimizer.lr=1e30", "optimizer.warmup_steps=0")
     assert runfolder.summary(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "bound", "advice"),
+    [
+        # A window of 128 leaves 28 tokens beside 100 new ones, 104 beside 24.
+        (
+            ["rollout.max_new_tokens=100"],
+            "the 28 tokens that rollout.max_new_tokens=100 leaves of the model's window of 128",
+            "tokens=50, or",
+        ),
+        (["data.max_prompt_tokens=30"], "data.max_prompt_tokens=30", "data.max_prompt_tokens=60, or"),
+        (["data.max_prompt_tokens=104"], "data.max_prompt_tokens=104", "data.max_prompt_tokens=208, or"),
+    ],
+)
+def test_prompts_left_out_are_told_with_the_limit_that_bound(model_folder, words, bound, advice):
+    policy, cfg, notes = load_policy(model_section(model_folder), torch.device("cpu"), 1, 1.0), config(*words), []
+    short, long = Problem("a", "1+1=", "2"), Problem("b", "9" * 110, "0")
+    assert [e.problem.id for e in grpo._encode(policy, [short, long], cfg, "training", notes)] == ["a"]
+    assert notes == [f"1 of 2 training prompts are longer than {bound}: left out"]
+    with pytest.raises(ValueError) as caught:
+        grpo._encode(policy, [long], cfg, "held-out", [])
+    assert f"no held-out prompt fits, all are longer than {bound}: try " in str(caught.value) and advice in str(caught.value)
+
+
+def test_prompts_that_the_tokenizer_cannot_spell_are_counted():
+    policy, notes = load_policy(model_section("asset:tiny"), torch.device("cpu"), 1, 1.0), []
+    assert len(grpo._encode(policy, [Problem("a", "1+1=", "2"), Problem("b", "1\u00c4+1=", "2")], config(), "training", notes)) == 2
+    assert notes == ["1 of 2 training prompts hold characters unknown to the model's tokenizer"]
+
+
+def test_adaptive_beta_is_steered_by_the_kl_of_whole_completions(tmp_path):
+    # log beta moves by 0.5 (kl / target - 1), cut at 100 %; half a gain for an error of 50 %.
+    train(tmp_path, "kl=adaptive", "kl.target=0.3", "kl.gain=0.5", "kl.beta=0.1", "optimizer.lr=3e-3", "optimizer.warmup_steps=0")
+    steps = rows(tmp_path, "metrics")
+    errors = [step["kl/sequence"] / 0.3 - 1 for step in steps]
+    for step, error, after in zip(steps, errors, steps[1:], strict=False):
+        moved = math.log(after["kl/beta"] / step["kl/beta"])
+        assert moved == pytest.approx(0.5 * max(-1.0, min(1.0, error)), abs=1e-5)
+    assert any(-0.9 < error < 0.9 for error in errors[:-1])
 
 
 def test_a_context_window_too_small_is_told_before_training(tmp_path):

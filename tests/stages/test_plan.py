@@ -1,14 +1,18 @@
 """grpo-plan: the text against the equations written out by hand, the table against arithmetic on paper, one config for each trap."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
 
 import pytest
+from models import kl_section
 
 from grpo_cli import cli
 from grpo_cli.compose import CONF, Composer, convert
+from grpo_cli.config import KlSchedule
+from grpo_cli.kl import BetaSchedule
 from grpo_cli.stages import plan
 
 
@@ -166,7 +170,7 @@ STEPS = ["algorithm.advantage=process", "+reward.rules.steps.fn=working_steps", 
         (
             ["data.difficulty=[0.2,0.8]"],
             {
-                "problems": "pass rate in 0.2..0.8 or not known yet; others with chance 0.05 when their turn comes",
+                "problems": "pass rate in 0.2..0.8 or not known yet, or the nearest to it; a share of 0.05 from outside",
                 "off": "dual clip, reference sync, entropy bonus, overlong masking, dynamic sampling",
             },
         ),
@@ -214,6 +218,39 @@ def test_the_table_of_a_larger_run_by_hand():
     assert rows["checkpoints"].startswith("step 0, 1, 2, ..., 10 (11)")
 
 
+def test_steps_are_counted_and_not_listed():
+    assert plan._points(20, 100) == "step 0, 20, 40, 60, 80, 100 (6)"
+    assert plan._points(200, 100) == "step 0, 100 (2)"
+    assert plan._points(1, 10**23) == f"step 0, 1, 2, ..., {10**23} ({10**23 + 1})"
+    for every, steps in ((1, 1), (1, 5), (3, 10), (5, 10), (10, 10), (7, 50), (11, 10)):
+        points = sorted({0, *range(every, steps + 1, every), steps})
+        assert plan._points(every, steps).endswith(f" {points[-1]} ({len(points)})")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "adaptive"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 0), (2, 1), (3, 1), (10, 0), (10, 3), (10, 8), (10, 9), (1000, 999)])
+def test_the_plans_betas_are_those_of_the_schedule(schedule, steps, warmup):
+    kl = kl_section(
+        schedule=KlSchedule[schedule],
+        beta=0.4,
+        end_beta=0.1 if schedule in ("linear", "cosine") else None,
+        target=1.0 if schedule == "adaptive" else None,
+        warmup_steps=warmup,
+    )
+    beta = BetaSchedule(kl, steps)
+    told = re.findall(r"([\d.e-]+) at step (\d+)", plan._schedule(kl, steps))
+    assert told and [float(value) for value, _ in told] == pytest.approx([beta.at(int(step)) for _, step in told], rel=1e-5)
+    reached = any(beta.at(step) == pytest.approx(0.4) for step in range(1, steps + 1))
+    assert reached == ("never reached" not in plan._schedule(kl, steps))
+
+
+def test_a_schedule_without_room_says_what_becomes_of_it():
+    assert plan._schedule(config("kl=linear", "kl.warmup_steps=9", "steps=10").kl, 10) == (
+        "from 0 up to 0.036 at step 9, then 0 at step 10; kl.beta is never reached"
+    )
+    assert plan._schedule(config("kl=linear", "steps=1").kl, 1) == "0 at step 1, the last; kl.beta is never reached"
+
+
 OVERLONG = "+reward.rules.length={fn: overlong, args: {max_tokens: 64, buffer: 16}}"
 TRAPS = [
     (["algorithm.aggregation=constant"], "try algorithm.advantage=group_mean"),
@@ -239,6 +276,9 @@ TRAPS = [
     (["data.difficulty=[0.2,0.8]", "data.revisit=0", "data.train.limit=100"], "never tried again: try data.revisit=0.1"),
     (["data.difficulty=[0.2,0.8]"], "at most 800 of 8192 problems are drawn, none twice"),
     (["data.difficulty_map=somewhere"], "all problems are drawn alike"),
+    (["algorithm.dual_clip=3"], "algorithm.dual_clip=3 never acts with one update per rollout"),
+    (["algorithm.combine=normalise_first", "reward.rules.format.weight=0"], "only one rule with a weight"),
+    (["data.difficulty=[0,1]"], "holds every problem"),
     (["data.eval.limit=64"], "evaluation on 64 problems x 4: standard error about 0.044"),
 ]
 
@@ -311,12 +351,21 @@ finally:
     assert list(tmp_path.iterdir()) == []
 
 
+BROKEN = ["+reward.rules.o.fn=overlong", "+reward.rules.o.args.buffer=5"]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["-m", "kl.beta=0,1"], "grpo-plan shows one run"),
         (["kl.betta=1"], "did you mean kl.beta"),
         (["group_size.samples_per_prompt=1"], "a group of one has no advantage"),
+        ([f"steps={10**23}"], "steps must be at most 10000000"),
+        ([*BROKEN, "+reward.rules.o.args.max_tokens=abc"], "overlong needs numbers with 0 < buffer <= max_tokens, not max_tokens=abc"),
+        ([*BROKEN, "+reward.rules.o.args.max_tokens=null"], "not max_tokens=None, buffer=5"),
+        (BROKEN, "not max_tokens=None, buffer=5"),
+        ([*BROKEN, "+reward.rules.o.weight=0"], "not max_tokens=None, buffer=5"),
+        (["kl.beta=0,1"], "kl.beta=0,1 is a list of values, and grpo-plan shows one run: give one value"),
     ],
 )
 def test_mistakes_read_like_those_of_grpo_train(argv, words, capsys):

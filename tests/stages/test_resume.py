@@ -10,7 +10,9 @@ import time
 
 import pytest
 import torch
+from models import random_llama
 from runs import config, dies, kill_on_call, numbers, rows, train
+from safetensors.torch import load_file, save_file
 
 from grpo_cli import checkpoint, collect, evaluation
 from grpo_cli.policy import Policy
@@ -198,13 +200,44 @@ def test_a_run_made_longer_follows_its_new_learning_rate_at_once(tmp_path):
         train(tmp_path / "grown", "steps=2", "optimizer.warmup_steps=2", "resume=auto")
 
 
-@pytest.mark.parametrize("change", ["model.lora.rank=8", "algorithm.clip_low=0.1", "seed=2", "kl.beta=0.1"])
+@pytest.mark.parametrize("change", ["model.lora.rank=8", "algorithm.clip_low=0.1", "seed=2", "kl.beta=0.1", "steps=5"])
 def test_resuming_with_another_model_or_algorithm_is_refused_and_harms_nothing(whole, tmp_path, change):
     shutil.copytree(whole, tmp_path / "run", symlinks=True)
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"}
     with pytest.raises(ValueError, match=change.split("=")[0]):
         train(tmp_path / "run", change, "resume=auto")
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_an_edited_config_is_not_continued_under_the_old_runs_name(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    file = tmp_path / "run/config.yaml"
+    file.write_text(file.read_text().replace("clip_low: 0.2", "clip_low: 0.3"))
+    with pytest.raises(ValueError, match=r"step_000009 was saved under another config: algorithm\.clip_low was 0\.2, is now 0\.3"):
+        train(tmp_path / "run", "algorithm.clip_low=0.3", "steps=12", "resume=auto")
+
+
+def test_a_run_is_not_continued_on_another_model_or_other_data(tmp_path):
+    model, data = random_llama(tmp_path / "model"), tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)))
+    words = ["model=hf", f"model.path={model}", "data=jsonl", f"data.path={data}", "data.prompt.chat=false", "steps=2", "save_every=1"]
+    train(tmp_path / "run", *words)
+    data.write_text(data.read_text().replace('"answer": "3"', '"answer": "4"'))
+    with pytest.raises(ValueError, match=r"not the data that .*step_000002 was saved with: put the old files of data\.path back"):
+        train(tmp_path / "run", *words, "steps=3", "resume=auto")
+    data.write_text(data.read_text().replace('"answer": "4"', '"answer": "3"', 1))
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-6
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"not the model that .* put the old files of model\.path back"):
+        train(tmp_path / "run", *words, "steps=3", "resume=auto")
+
+
+def test_checkpoints_in_a_folder_without_a_config_are_not_continued(whole, tmp_path):
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints", symlinks=True)
+    for resume in ("null", "auto"):
+        with pytest.raises(ValueError, match=r"holds files and no run \(checkpoints\)"):
+            train(tmp_path, f"resume={resume}")
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path):

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ from models import model_section
 from grpo_cli.batch import micro_batches
 from grpo_cli.config import Demos, DemoSource, Lora, LrSchedule, Optimizer, OptimizerName, SftRun
 from grpo_cli.policy import load_policy
+from grpo_cli.stages import sft
 from grpo_cli.stages.sft import collate, completion_loss, demonstrations, encode, pairs, run
 
 CPU = torch.device("cpu")
@@ -166,6 +169,24 @@ def test_a_bad_row_is_refused_by_number_before_training(model_folder, tmp_path, 
     with pytest.raises(ValueError, match=message):
         run(sft_run(model_folder, demos(jsonl(tmp_path, [ROWS[0], row]))), tmp_path / "run")
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_saves_nothing(model_folder, tmp_path, monkeypatch, capsys, number):
+    calls = []
+
+    def interrupted(policy, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return completion_loss(policy, batch)
+
+    monkeypatch.setattr(sft, "completion_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(sft_run(model_folder, demos(jsonl(tmp_path, ROWS))), tmp_path / "run")
+    assert f"interrupted by {number.name} after step 3, nothing saved\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "interrupted"
+    assert not (tmp_path / "run/model").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(model_folder, tmp_path):

@@ -84,6 +84,15 @@ def test_the_map_of_a_run_is_in_its_folder_and_starts_another(tmp_path):
     assert sorted(row["problem"] for row in rows(tmp_path / "second", "groups")) == chosen
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kl_in_the_reward_is_zero_while_policy_and_reference_are_equal(tmp_path, dtype):
+    words = ["steps=1", "algorithm=dr_grpo", f"model.dtype={dtype}", "kl.placement=reward", "kl.estimator=k1"]
+    train(tmp_path / "off", *words, "kl.beta=0")
+    train(tmp_path / "on", *words, "kl.beta=5")
+    off, on = (rows(tmp_path / name, "metrics")[0] for name in ("off", "on"))
+    assert on["optim/grad_norm"] == pytest.approx(off["optim/grad_norm"], rel=1e-4)
+
+
 def test_kl_in_the_reward_lowers_the_advantage_and_not_the_logged_reward(tmp_path):
     train(tmp_path, "kl.placement=reward", "kl.estimator=k1", "kl.beta=0.5", "optimizer.lr=5e-3")
     for step in rows(tmp_path, "metrics"):
