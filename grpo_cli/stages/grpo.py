@@ -17,7 +17,7 @@ from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
 from grpo_cli.optim import build_optimizer
 from grpo_cli.policy import Policy, load_policy
 from grpo_cli.records import EncodedProblem, Group, Problem
-from grpo_cli.rewards import Rules, gate
+from grpo_cli.rewards import Rules, gate, sandbox
 from grpo_cli.rewards.control import shuffled_golds
 from grpo_cli.rollout import token_of
 from grpo_cli.runtime import Interrupts, Stopwatch, hydra_override, peak_memory_gib, pick_device, script, use_threads
@@ -213,6 +213,10 @@ def _examine(rules: Rules, problems: list[Problem], folder: runfolder.RunFolder)
         if not ok and section.gate.mode is GateMode.refuse:
             raise ValueError(f"{line}: mend the rules, or go on all the same with reward.gate.mode=warn")
         notes.append(line)
+    if any(rule.args.get("allow_unsandboxed") for rule in section.rules.values()):
+        folder.update(sandboxed=sandbox.works())
+        if not sandbox.works():
+            notes.append("allow_unsandboxed=true, and there is no sandbox here: model-written programs run with your own rights")
     if section.control is not Control.none:
         notes.append(f"reward.control={section.control.name}: this run trains on a meaningless reward, to be compared with a real one")
     return notes

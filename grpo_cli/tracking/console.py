@@ -83,6 +83,8 @@ class PlainView:
         if self._pace.steps_per_s:
             parts += [f"{number(60 * self._pace.steps_per_s)} steps/min", f"ETA {duration(self._pace.left_s)}"]
         line = "  ".join(parts)
+        if rules := rule_texts(metrics):
+            line += "\n  rules: " + "  ".join(f"{name} {text}" for name, text in rules.items())
         if not self._started or step % self.log_every == 0 or step >= self.total_steps:
             self._print(line)
             line = None
@@ -132,6 +134,7 @@ class LiveView:
         self._course: dict[str, deque[float]] = {name: deque(maxlen=SPARK_STEPS) for name in SHOWN}
         self._evaluations: list[tuple[int, dict[str, float]]] = []
         self._samples: tuple[int, list[dict[str, Any]]] = (0, [])
+        self._rules: dict[str, str] = {}
         self._lock = threading.Lock()  # the view is drawn by rich's own thread
         self._live = Live(
             console=self.console,
@@ -145,7 +148,7 @@ class LiveView:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         with self._lock:
             self._pace.add(step, metrics.get("time/step_s"))
-            self._step, self._status = step, ""
+            self._step, self._status, self._rules = step, "", rule_texts(metrics)
             for name, course in self._course.items():
                 if is_number(metrics.get(name)):
                     course.append(metrics[name])
@@ -205,6 +208,9 @@ class LiveView:
             if course:
                 line = Text.assemble((f"{name:<20}", "dim"), (f"{number(course[-1]):>9}  ", "bold"))
                 lines.append(line.append(self._sparkline(list(course)[-spark_width:] if spark_width else []), style="cyan"))
+        for name, text in self._rules.items():
+            text = text if self._unicode else text.replace("±", "+-")
+            lines.append(Text.assemble((f"{f'rule {name}':<20}", "dim"), (f"  {text}", "bold")))
         lines += self._evaluation_lines()
         step, samples = self._samples
         room = (height - 2 - len(lines)) // max(1, len(samples))
@@ -287,6 +293,18 @@ def _quiet_console() -> "Console":
             raise
 
     return QuietConsole(highlight=False)
+
+
+def rule_texts(metrics: dict[str, float]) -> dict[str, str]:
+    """Mean, standard deviation and errors of each rule in a step: 0.81 ±0.39 (0 errors)."""
+    texts = {}
+    for name, count in metrics.items():
+        if name.startswith("reward/errors/"):
+            rule = name.removeprefix("reward/errors/")
+            mean, std = metrics.get(f"reward/rule/{rule}"), metrics.get(f"reward/rule_std/{rule}")
+            figures = f"{number(mean)} ±{number(std)}" if is_number(mean) and is_number(std) else "-"
+            texts[rule] = f"{figures} ({count} error{'s' * (count != 1)})"
+    return texts
 
 
 def is_number(value: Any) -> bool:
