@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +37,7 @@ def test_rows_are_scored_in_order_saved_and_shown(completions, capsys):
     assert [row["total"] for row in rows] == [1.0 + 0.5 + 0.5, 0.5, 4.0]
     assert [row["rules"]["accuracy"] for row in rows] == [1.0, 0.0, None]
     assert rows[1]["rules"]["mine"] == 0 and rows[1]["errors"]["mine"].startswith("returned None")
-    assert [json.loads(line) for line in open("scores.jsonl")] == rows
+    assert [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()] == rows
     shown = capsys.readouterr().out
     assert "3 completions" in shown and "slowest" in shown and "failed" in shown and "[bold]no" in shown and "scores.jsonl" in shown
 
@@ -67,9 +70,6 @@ def test_a_missing_file_or_folder_is_named(completions):
 
 
 def test_scoring_needs_no_torch(completions):
-    import subprocess
-    import sys
-
     code = (
         "import sys\nfrom grpo_cli import cli\nsys.argv = ['grpo-score', 'completions=completions.jsonl', 'reward.workers=1']\n"
         "try:\n    cli.score()\nexcept SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules"
