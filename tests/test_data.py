@@ -134,7 +134,7 @@ def test_a_relative_file_name_with_one_slash_is_not_taken_for_a_hub_set(tmp_path
 
 def test_a_hub_set_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'pip install "grpo-cli\[hub\]", or try data\.path=FILE\.jsonl'):
+    with pytest.raises(ValueError, match=r"pip install datasets, or try data\.path=FILE\.jsonl"):
         read_rows("openai/gsm8k")
 
 

