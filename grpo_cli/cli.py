@@ -49,7 +49,7 @@ PLAN = Command(
     "grpo",
     GrpoRun,
     "Shows what grpo-train would do with the same arguments, without loading a model: the equation with its numbers, the batch table, "
-    "and warnings for known traps.",
+    "the first problems, and warnings for known traps.",
     [
         "grpo-plan  # the embedded default",
         "grpo-plan algorithm=dapo kl=none",
@@ -271,7 +271,7 @@ def _without_hydra(command: Command, argv: list[str]) -> GrpoRun | ScoreRun | No
         return None
     taken = ("overrides", "config_name", "config_dir", "config_path")
     if any(value for name, value in vars(args).items() if name not in taken):
-        raise ValueError(f"{command.script} takes overrides, -cd FOLDER, -cn NAME and --help, and no other flag")
+        raise ValueError(f"{command.script} runs no jobs: it takes overrides, -cd FOLDER, -cn NAME and --help, and no other flag")
     with Composer(command, args.config_name, args.config_dir, args.config_path) as composer:
         return convert(composer.compose(args.overrides), args.overrides)
 

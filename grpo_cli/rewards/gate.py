@@ -95,7 +95,7 @@ def _judged(rules: Rules, probes: list[Probe]) -> tuple[list[bool], list[float],
 
 def _golds(problem: Problem) -> list[str]:
     """What may stand as the right answer: the gold answer, or the reference program."""
-    return [text for text in (problem.answer, problem.fields.get("solution")) if isinstance(text, str) and text.strip()]
+    return list(dict.fromkeys(text for text in (problem.answer, problem.fields.get("solution")) if isinstance(text, str) and text.strip()))
 
 
 def _question(problem: Problem) -> str:

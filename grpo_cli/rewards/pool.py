@@ -80,7 +80,7 @@ class Pool:
                 reason = worker.take(note) if worker.connection in ready else worker.late()
                 if reason is not None:
                     failed = (*worker.at_work[0], Failed(reason), worker.running_s()) if worker.at_work else None
-                    waiting.extendleft(dict.fromkeys(number for number, _ in reversed(worker.at_work)))
+                    waiting.extendleft(dict.fromkeys(number for number, _ in reversed(worker.at_work[1:])))
                     worker.kill()
                     self._workers[self._workers.index(worker)] = self._start()
                     if failed:

@@ -1,4 +1,4 @@
-"""What a run will do, told from its config alone: the equation it optimises, its batch table, and warnings for known traps.
+"""What a run will do, told before it starts: the equation it optimises, its batch table, its first problems, and warnings for known traps.
 
 Loads no model and no torch. Every line here follows from what advantages, losses, kl, update, collect and optim do: change them together.
 """
@@ -6,6 +6,7 @@ Loads no model and no torch. Every line here follows from what advantages, losse
 import math
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 
 from grpo_cli.config import (
     Advantage,
@@ -29,10 +30,14 @@ from grpo_cli.config import (
     Std,
     Truncated,
 )
+from grpo_cli.data import is_hub_id, load_problems
 from grpo_cli.optim import lr_factor
 from grpo_cli.rewards.rules import check_overlong
 
 WIDTH = 118
+
+_SHOWN = 3
+_LONGEST_SHOWN = 300
 
 LARGEST_ERROR = 0.03
 """Standard error of an accuracy beyond which arms of a sweep can hardly be told apart."""
@@ -43,9 +48,9 @@ def report(cfg: GrpoRun) -> str:
     rows = [line for label, text in table(cfg) for line in _wrapped(label, 21, text)]
     warned = [line for text in warnings(cfg) for line in _wrapped("-", 2, text)]
     title = "The loss of every optimizer step (i: completions, t: their tokens; pi_old sampled them; sg: no gradient)"
-    return "\n".join(
-        [title, "", *equation(cfg), "", "The run", "", *rows, "", *(["Warnings", "", *warned] if warned else ["No warnings."])]
-    )
+    shown = [line for text in first_problems(cfg.data) for line in _wrapped("-", 2, text)]
+    parts = [title, "", *equation(cfg), "", "The run", "", *rows, "", "The first problems", "", *shown, ""]
+    return "\n".join([*parts, *(["Warnings", "", *warned] if warned else ["No warnings."])])
 
 
 def _wrapped(label: str, indent: int, text: str) -> list[str]:
@@ -269,6 +274,25 @@ def _points(every: int, steps: int) -> str:
     return f"step {', '.join(map(str, shown))} ({count})"
 
 
+# --- problems ----------------------------------------------------------------------------------------------------------
+
+
+def first_problems(data: Data) -> list[str]:
+    """The first three training prompts with their gold answers; a hub data set is not fetched for this."""
+    if data.source is Source.rows and is_hub_id(data.path):
+        return [f"those of {data.path} on the hub, which is not read here"]
+    if data.source is not Source.rows:
+        data = replace(data, train=replace(data.train, limit=_SHOWN), eval=replace(data.eval, limit=1))
+    problems, _, notes = load_problems(data)
+    texts = [(p.prompt if isinstance(p.prompt, str) else p.prompt[-1]["content"], p.answer) for p in problems[:_SHOWN]]
+    return [f"{_short(prompt)}   [gold: {_short(gold) or 'none'}]" for prompt, gold in texts] + notes
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 4]} ..."
+
+
 # --- warnings ----------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +417,4 @@ def _budget_traps(cfg: GrpoRun) -> Iterator[str]:
 
 def _training_problems(data: Data) -> int:
     """How many there are: counted for a generator, at most so many for rows; 0 where only reading them would tell."""
-    from grpo_cli.data import load_problems
-
     return (data.train.limit or 0) if data.source is Source.rows else len(load_problems(data)[0])

@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import pytest
 from runs import config, train
 from test_rewards import section
@@ -5,6 +8,10 @@ from test_rewards import section
 from grpo_cli.data import load_problems
 from grpo_cli.records import Problem
 from grpo_cli.rewards import Rules, gate
+
+SHARED = Path(__file__).parents[2] / "../shared/data"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data sets are not beside this checkout")
+needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
 def substring(sample, extract=""):
@@ -90,3 +97,22 @@ def test_the_gate_warns_or_refuses_and_is_in_the_summary(tmp_path):
     with pytest.raises(ValueError, match=r"PAID WRONGLY.*reward\.gate\.mode=warn"):
         train(tmp_path / "refused", *planted, "reward.gate.mode=refuse")
     assert "gate" not in train(tmp_path / "off", *planted, "reward.gate.mode=off")
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("data", "file", "reward"),
+    [
+        ("gsm8k", "gsm8k/test.jsonl", "r1"),
+        ("gsm8k", "gsm8k/test.jsonl", "math"),
+        ("svamp", "svamp/SVAMP.json", "r1"),
+        ("math", "math500/test.jsonl", "math"),
+        ("countdown", "countdown/train.jsonl", "countdown"),
+        pytest.param("mbpp", "mbpp/sanitized-mbpp.json", "code", marks=needs_sandbox),
+        pytest.param("humaneval", "humaneval/HumanEval.jsonl.gz", "code", marks=needs_sandbox),
+    ],
+)
+def test_the_default_reward_of_a_data_set_pays_its_golds_and_no_trick(data, file, reward):
+    report = found(f"data={data}", f"data.path={SHARED / file}", f"reward={reward}", "reward.gate.problems=4", "data.train.limit=40")
+    assert report["problems"] == 4 and report["gold_refused"] == 0, report
+    assert report["tricks_paid"] == 0 and not report["errors"], report

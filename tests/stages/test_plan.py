@@ -357,7 +357,7 @@ BROKEN = ["+reward.rules.o.fn=overlong", "+reward.rules.o.args.buffer=5"]
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["-m", "kl.beta=0,1"], "grpo-plan shows one run"),
+        (["-m", "kl.beta=0,1"], "grpo-plan runs no jobs"),
         (["kl.betta=1"], "did you mean kl.beta"),
         (["group_size.samples_per_prompt=1"], "a group of one has no advantage"),
         ([f"steps={10**23}"], "steps must be at most 10000000"),
@@ -379,3 +379,14 @@ def test_a_recipe_and_help_are_shown(capsys, tmp_path):
     assert "7 steps x 1 update per rollout = 7" in capsys.readouterr().out
     assert cli._guarded(cli._show_plan, cli.PLAN, ["--help"]) == 0
     assert "grpo-plan algorithm=dapo kl=none" in capsys.readouterr().out
+
+
+def test_the_first_problems_are_shown_with_their_golds(tmp_path):
+    shown = plan.first_problems(config().data)
+    assert len(shown) == 3 and all(re.fullmatch(r"(\d+)\+(\d+)=   \[gold: \d+\]", line) for line in shown)
+    assert plan.first_problems(config("data=gsm8k").data) == ["those of openai/gsm8k on the hub, which is not read here"]
+    (tmp_path / "rows.jsonl").write_text('{"question": "how\\nmany? %s", "answer": "3"}\n' % ("x" * 500))
+    rows = config("data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"data.eval.path={tmp_path / 'other.jsonl'}")
+    (tmp_path / "other.jsonl").write_text('{"question": "?", "answer": "4"}\n')
+    (line,) = plan.first_problems(rows.data)
+    assert line.startswith("how many? xxx") and "... " in line and line.endswith("[gold: 3]") and len(line) < 330
