@@ -280,7 +280,10 @@ def test_a_value_beats_its_group():
         (["reward.rules.accuracy.kind=process"], "adding needs a +: try +reward.rules.accuracy.kind=process"),
         (["reward.rules.accuracy.args.limit=3"], "adding needs a +: try +reward.rules.accuracy.args.limit=3"),
         (["reward.rules.short.fn=mine:short"], "adding needs a +: try +reward.rules.short.fn=mine:short"),
-        (["+reward.rules.o.fun=x"], "reward.rules.o.fun is unknown (there are: fn, weight, args, kind): did you mean reward.rules.o.fn?"),
+        (
+            ["+reward.rules.o.fun=x"],
+            "reward.rules.o.fun is unknown (there are: fn, weight, args, kind, gate, on_error, timeout_s, split): did you mean reward.rules.o.fn?",
+        ),
         (["+kl=none"], "kl=none: the group kl has its option already: drop the +"),
         (["kl.beta = 3"], "write it without blanks around the =: try kl.beta=3"),
         (["reward.rules={}"], "reward.rules={} changes nothing, since a mapping is merged with what is there: drop entries"),

@@ -144,7 +144,7 @@ def test_a_rule_of_the_users_own_is_found_in_the_current_folder(here):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"fn": "numerics"}, r"reward\.rules\.mine\.fn=numerics is not a rule \(there are: numeric, r1_format, .*\).*fn=numeric$"),
+        ({"fn": "numerics"}, r"reward\.rules\.mine\.fn=numerics is not a rule \(there are: numeric, math, .*classifier\).*fn=numeric$"),
         ({"fn": "my_rules_a.shorter"}, r"is not a rule .*package\.module:function"),
         ({"fn": "my_rules_z:shorter"}, "there is no module my_rules_z"),
         ({"fn": "my_rules_a.sub:shorter"}, "importing my_rules_a.sub failed|there is no module my_rules_a.sub"),
