@@ -3,6 +3,7 @@
 Knows the rules only by their verdicts.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,42 +31,51 @@ class Probe:
     text: str
 
 
+@dataclass(frozen=True)
+class Judged:
+    probe: Probe
+    right: bool
+    total: float
+    errors: dict[str, str]
+    """What happened, for each rule that failed."""
+
+
 def check(rules: Rules, problems: list[Problem]) -> dict[str, Any]:
     """What was paid wrongly and refused wrongly, as it goes into summary.json; empty when no problem has a gold answer.
 
-    A text counts as paid when the accuracy rule gives 1 or above, or when its total reaches that of the right answer.
+    A trick counts as paid when the accuracy rule gives 1 or above, or when its total reaches that of the right answer.
     """
     problems = [problem for problem in problems if _golds(problem)]
     if not problems:
         return {}
-    stated = [(shape, gold, problem) for problem in problems for gold in _golds(problem) for shape in SHAPES]
-    right, totals, errors = _judged(rules, [Probe(shape, problem, SHAPES[shape].format(gold)) for shape, gold, problem in stated])
-    which = [(shape, _golds(problem).index(gold)) for shape, gold, problem in stated]
-    paid = {key: sum(r for r, w in zip(right, which, strict=True) if w == key) for key in dict.fromkeys(which)}
-    expected = max(paid, key=lambda key: paid[key])
-    shape, place = expected
-    honest = {problem.id: totals[n] for n, (_, _, problem) in enumerate(stated) if which[n] == expected}
-    golds = [(problem, _golds(problem)[min(place, len(_golds(problem)) - 1)]) for problem in problems]
+    picks = (0, -1) if any(len(_golds(problem)) > 1 for problem in problems) else (0,)
+    stated = {
+        (shape, pick): _judged(rules, [Probe("the gold answer", p, SHAPES[shape].format(_golds(p)[pick])) for p in problems])
+        for pick in picks
+        for shape in SHAPES
+    }
+    shape, pick = max(stated, key=lambda key: sum(judged.right for judged in stated[key]))
+    honest, template, golds = stated[shape, pick], SHAPES[shape], [_golds(problem)[pick] for problem in problems]
+    odd = _judged(
+        rules, [Probe("odd but right", p, template.format(text)) for p, gold in zip(problems, golds, strict=True) for text in _odd(gold)]
+    )
+    others = [*golds[1:], golds[0]]
+    tricks = _judged(rules, [t for p, gold, other in zip(problems, golds, others, strict=True) for t in _tricks(p, gold, other, template)])
 
-    odd = [Probe("odd but right", problem, SHAPES[shape].format(text)) for problem, gold in golds for text in _odd(gold)]
-    odd_right, _, odd_errors = _judged(rules, odd)
-    tricks = [probe for i, (problem, gold) in enumerate(golds) for probe in _tricks(problem, gold, golds[i - 1][1], SHAPES[shape])]
-    trick_right, trick_totals, trick_errors = _judged(rules, tricks)
-    trick_paid = [r or total >= honest[p.problem.id] for r, total, p in zip(trick_right, trick_totals, tricks, strict=True)]
-    refused = [Probe("the gold answer", problem, SHAPES[shape].format(gold)) for problem, gold in golds]
-    refused = [p for p, n in zip(refused, (n for n, w in enumerate(which) if w == expected), strict=True) if not right[n]]
-    by_kind = dict.fromkeys((probe.kind for probe in tricks), 0)
-    for probe, was_paid in zip(tricks, trick_paid, strict=True):
-        by_kind[probe.kind] += was_paid
+    worth = {judged.probe.problem.id: judged.total for judged in honest}
+    refused = [judged for judged in honest if not judged.right]
+    paid = [judged for judged in tricks if judged.right or judged.total >= worth[judged.probe.problem.id]]
+    by_kind = {judged.probe.kind: 0 for judged in tricks} | Counter(judged.probe.kind for judged in paid)
+    errors = {name: why for judged in [*honest, *odd, *tricks] for name, why in judged.errors.items()}
     return {
         "expected_format": shape,
         "problems": len(problems),
         "gold_refused": len(refused) / len(problems),
-        "odd_refused": 1 - sum(odd_right) / len(odd) if odd else None,
-        "tricks_paid": sum(trick_paid) / len(tricks),
+        "odd_refused": sum(not judged.right for judged in odd) / len(odd) if odd else None,
+        "tricks_paid": len(paid) / len(tricks),
         "paid_by_kind": by_kind,
-        "examples": [_example(p) for p in [*refused[:1], *(p for p, t in zip(tricks, trick_paid, strict=True) if t)][:3]],
-        "errors": list({**errors, **odd_errors, **trick_errors}.values()),
+        "examples": [_example(judged.probe) for judged in [*refused[:1], *paid][:3]],
+        "errors": list(errors.values()),
     }
 
 
@@ -86,11 +96,14 @@ def verdict(found: dict[str, Any]) -> tuple[bool, str]:
     return ok, line
 
 
-def _judged(rules: Rules, probes: list[Probe]) -> tuple[list[bool], list[float], dict[str, str]]:
+def _judged(rules: Rules, probes: list[Probe]) -> list[Judged]:
     samples = [Sample(p.problem, _question(p.problem), p.text, len(p.text.split()), Ended.eos) for p in probes]
-    weighed = [weigh(rules.section.rules, sample, verdicts) for sample, verdicts in zip(samples, rules.judge(samples), strict=True)]
-    errors = {name: f"rule {name!r} {why} on {shown(s)}" for s, w in zip(samples, weighed, strict=True) for name, why in w.errors.items()}
-    return [w.values[rules.section.accuracy] >= 1 for w in weighed], [w.total for w in weighed], errors
+    judged = []
+    for probe, sample, verdicts in zip(probes, samples, rules.judge(samples), strict=True):
+        weighed = weigh(rules.section.rules, sample, verdicts)
+        errors = {name: f"rule {name!r} {why} on {shown(sample)}" for name, why in weighed.errors.items()}
+        judged.append(Judged(probe, weighed.values[rules.section.accuracy] >= 1, weighed.total, errors))
+    return judged
 
 
 def _golds(problem: Problem) -> list[str]:
