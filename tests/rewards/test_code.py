@@ -684,8 +684,8 @@ def test_the_shared_cases_from_two_threads_at_once(case, monkeypatch, capfd):
     fields = {key: case[key] for key in ("mode", "tests", "entry_point", "tolerance", "memory_limit_mb") if key in case}
     judged, begin = sample(case["completion"], **fields), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(code, judged, timeout_s=3.0)
-        rewards = {code(judged, timeout_s=3.0), other.result()}
+        other = pool.submit(code, judged, timeout_s=3.0, total_s=7.0)
+        rewards = {code(judged, timeout_s=3.0, total_s=7.0), other.result()}
     assert time.monotonic() - begin < 30
     assert len(rewards) == 1 and case["expected_reward"] in (None, *rewards)
     for check in case.get("checks", []):
