@@ -454,6 +454,7 @@ class Reward:
             self.accuracy in self.rules, f"reward.accuracy={self.accuracy} names no rule (there are: {names}): try reward.accuracy={first}"
         )
         _positive("reward", timeout_s=self.timeout_s, memory_gib=self.memory_gib, workers=self.workers)
+        _require(self.workers is None or self.workers <= 256, f"reward.workers={self.workers} is more than 256: try reward.workers=8")
         _require(
             0 <= self.max_error_frac <= 1,
             f"reward.max_error_frac must lie in [0, 1], not {self.max_error_frac}: try reward.max_error_frac=0.1",

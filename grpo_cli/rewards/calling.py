@@ -169,7 +169,7 @@ def _verdict(loaded: LoadedRule, sample: Sample, kind: RuleKind) -> Verdict:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's rule may raise anything, SystemExit too
-        return Failed(f"raised {type(error).__name__}: {cut(str(error))}")
+        return Failed(f"raised {type(error).__name__}: {_text(error, str)}")
     if value is NOT_APPLICABLE:
         return []
     if kind is RuleKind.outcome and is_score(value):
@@ -178,7 +178,7 @@ def _verdict(loaded: LoadedRule, sample: Sample, kind: RuleKind) -> Verdict:
         return [(end, float(reward)) for end, reward in value]
     steps = "a list of (end, number) pairs, end being a position in the text, since its kind is process"
     return Failed(
-        f"returned {cut(repr(value))} ({type(value).__name__}); a rule returns "
+        f"returned {_text(value, repr)} ({type(value).__name__}); a rule returns "
         f"{'one finite number' if kind is RuleKind.outcome else steps}, or grpo_cli.rewards.NOT_APPLICABLE"
     )
 
@@ -190,6 +190,14 @@ def is_score(value: Any) -> bool:
 
 def _is_step(step: Any, length: int) -> bool:
     return isinstance(step, tuple) and len(step) == 2 and isinstance(step[0], int) and 0 < step[0] <= length and is_score(step[1])
+
+
+def _text(value: Any, how: Callable[[Any], str]) -> str:
+    """What str or repr says of a user's object, which may raise."""
+    try:
+        return cut(how(value))
+    except Exception as error:
+        return f"<{how.__name__} raised {type(error).__name__}>"
 
 
 def cut(text: str) -> str:

@@ -28,12 +28,13 @@ def program(text: str, bare: bool = False) -> str | None:
         match = _FENCE.fullmatch(line)
         if not fence and match:
             fence, tag, lines = match[1], match[2].lower(), []
+            indent = re.compile(rf"[ \t]{{0,{match.start(1)}}}")  # a block in a list stands as far in as its fence
         elif fence and match and match[1].startswith(fence) and not match[2]:
             if tag in _PYTHON_TAGS:
                 found = "".join(f"{line}\n" for line in lines)
             fence = ""
         else:
-            lines.append(line)
+            lines.append(indent.sub("", line, count=1) if fence else line)
     return text if bare and found is None and not fence and "```" not in text else found
 
 

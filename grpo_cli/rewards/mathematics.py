@@ -50,7 +50,12 @@ def _gold(answer: str) -> str | None:
     gold = _plain(next(iter(_boxes(answer)[-1:]), (0, 0, answer))[2] or "")
     readable = any(map(str.isalnum, gold)) and _balanced(gold) and len(gold) <= _LONGEST
     leaf = readable and "\\" in gold and "\\text" not in gold and len(_items(gold)) == 1 and "matrix" not in gold
-    if leaf and not _relation(gold) and not _enclosed(gold) and _tree(_quantity(gold)[0]) is None and _tree(gold) is None:
+    if (
+        leaf
+        and not _relation(gold)
+        and not _enclosed(gold)
+        and all(_number(text) is None and _tree(text) is None for text in (_quantity(gold)[0], gold))
+    ):
         return None
     return gold if readable else None
 
@@ -261,7 +266,7 @@ def _equal(gold: str, answer: str) -> bool:
     golds, answers = _items(gold), _items(answer)
     if len(golds) > 1 or len(answers) > 1:
         sets = gold.startswith(r"\{") and answer.startswith(r"\{")
-        if not sets and len(golds) == 1 and (point := _enclosed(gold)) and point[0] + point[-1] == "()":
+        if not answer.startswith(r"\{") and len(golds) == 1 and (point := _enclosed(gold)) and point[0] + point[-1] == "()":
             return len(point) - 2 == len(answers) and all(map(_equal, point[1:-1], answers))
         return _same_elements(golds, answers, sets) or (
             re.fullmatch(_GROUPED, gold) is not None and _equal(gold.replace(",", ", "), answer)
@@ -435,7 +440,11 @@ _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SPEEDS = {"mph": "mile / hour", "kmh": "km / h", "kph": "km / h"}
 _BEHIND = re.compile(r"(?P<value>.*?(?:[0-9}).]|\\pi))(?P<space>\s*)(?=°|\\text|[A-Za-z])(?:\\text\{[^{}]*\}|\^\{?[23]\}?|[A-Za-z° ./'-])*")
-_HEDGE = re.compile(r",|\b(?:or|to|not|maybe|perhaps|possibly|probably|either|between|wrong|less|more|least|most|if|unless|n't)\b")
+_HEDGE = re.compile(
+    r",|\b(?:or|to|not|maybe|perhaps|possibly|probably|either|between|wrong|less|more|least|most|if|unless|n't|"
+    r"plus|minus|times|squared|cubed|factorial|alternatively|also)\b|(?<![\^{])[0-9]",
+    re.IGNORECASE,
+)
 
 Unit = tuple[dict[str, int], Fraction] | None
 
@@ -499,7 +508,7 @@ def _words(text: str) -> str | None:
     marked = bare != text
     if "\\" in bare or not re.fullmatch(r"[^\W\d_][\w\s.,'?!:/-]*|[0-9][0-9: ]*:[0-9: ]*(?:[ap]\.?m\.?)?", bare.strip(), re.IGNORECASE):
         return None
-    words = re.sub(r"[^\w\s:/]", "", re.sub(r"\b(?:the|an?)\s(?=\S)", "", bare.lower())).split()
+    words = re.sub(r"[^\w\s:]", "", re.sub(r"[-/!]", " ", re.sub(r"\b(?:the|an?)\s(?=\S)", "", bare.lower()))).split()
     is_word = marked or any(len(word) >= 3 and set(word) & set("aeiou") for word in words) or words == ["no"] or ":" in bare
     return " ".join(words) if words and is_word else None
 
@@ -608,7 +617,7 @@ _GIGANTIC = re.compile(
     r"\^\s*\{?[^{}]*(?:\^|!|[0-9]{5})|[0-9]{4}\s*!|[)}!]\s*!|(?:\^\s*\{?[0-9]{2}.*){4}|(?:\^\s*\{?[0-9]{3}.*){2}", re.DOTALL
 )
 # Its units, boxes and lists are not wanted; "1 2" would be a product; chains of subscripts take it minutes
-_UNREAD = re.compile(r"[0-9]\s+[0-9]|_\{?\w+\}?_|\\text|[$＄%?#&]|\.\.|\\[lc]?dots")
+_UNREAD = re.compile(r"\\lim(?![a-zA-Z])|[0-9]\s+[0-9]|_\{?\w+\}?_|\\text|[$＄%?#&]|\.\.|\\[lc]?dots")
 _FUNCTION = re.compile(r"\||\\(?!(?:frac|sqrt|cdot|times|pi|infty)(?![a-zA-Z]))[a-zA-Z]")
 
 
@@ -668,8 +677,12 @@ def _evaluate(tree: Any, point: int) -> Any:
         size = abs(exponent) * (abs(log(abs(base).evalf(15))) if base else 1)
         if not size < 20_000:
             raise ValueError("too large")
+        sign = 1
         if base.is_negative and exponent.is_Rational and exponent.q % 2 and exponent.q > 1:
-            return _rounded((-1) ** exponent.p * (-base) ** exponent)
+            base, sign = -base, (-1) ** exponent.p
+        if exponent.is_Rational and exponent.q > 64:  # a variable's value: its power in exact numbers would take minutes
+            base = base.evalf(_DIGITS)
+        return _rounded(sign * tree.func(base, exponent))
     elif not isinstance(tree, (Add, Mul, Abs, log)) and any(abs(arg) > 1000 for arg in args):
         raise ValueError("too large")
     return _rounded(tree.func(*args))

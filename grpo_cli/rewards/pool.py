@@ -109,8 +109,11 @@ class _Worker:
         self.connection, theirs = Pipe()
         # By plain exec: a fork of a process with a model in it is slow and may deadlock. -P: the current folder hides no package.
         bound = "bound" if threading.current_thread() is threading.main_thread() else "free"
+        environment = os.environ | {"PYTHONHASHSEED": "0"}  # a rule that uses hash() must not differ between runs
         command = [sys.executable, "-P", "-m", "grpo_cli.rewards.worker", str(theirs.fileno()), bound]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL, env=environment
+        )
         theirs.close()
         self.connection.send((sys.path, memory_bytes, rules))
 

@@ -217,8 +217,6 @@ def _examine(rules: Rules, problems: list[Problem], folder: runfolder.RunFolder)
         folder.update(sandboxed=sandbox.works())
         if not sandbox.works():
             notes.append("allow_unsandboxed=true, and there is no sandbox here: model-written programs run with your own rights")
-    if section.control is not Control.none:
-        notes.append(f"reward.control={section.control.name}: this run trains on a meaningless reward, to be compared with a real one")
     return notes
 
 

@@ -15,6 +15,7 @@ from grpo_cli.config import (
     Anchor,
     Clip,
     Combine,
+    Control,
     Data,
     Estimator,
     GrpoRun,
@@ -309,6 +310,9 @@ def warnings(cfg: GrpoRun) -> list[str]:
 
 
 def _reward_traps(cfg: GrpoRun) -> Iterator[str]:
+    if cfg.reward.control is not Control.none:
+        here = f"reward.control={cfg.reward.control.name}: the run trains on a meaningless reward in place of r"
+        yield f"{here}, to be compared with a real one: try reward.control=none"
     algorithm, T, right = cfg.algorithm, cfg.rollout.max_new_tokens, cfg.reward.accuracy
     paid = {name: rule for name, rule in cfg.reward.rules.items() if rule.weight}
     shaping = [name for name in paid if name != right]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -20,8 +21,7 @@ def run(cfg: ScoreRun) -> list[dict]:
     """The rows that are saved: {"id", "total", "rules": {name: score, null where it does not apply}, "errors": {name: what happened}}."""
     rows = read_rows(cfg.completions, key="completions")
     samples = [_sample(row, f"{cfg.completions} row {number}", number) for number, row in enumerate(rows, 1)]
-    if cfg.save and not Path(cfg.save).expanduser().absolute().parent.is_dir():
-        raise ValueError(f"save={cfg.save}: there is no such folder: make it, or choose another one")
+    _check_save(cfg)
     scored, seconds = [], []
     started = time.monotonic()
     with Rules(cfg.reward, cfg.device) as rules, Progress("scoring", len(samples)) as progress:
@@ -39,13 +39,26 @@ def run(cfg: ScoreRun) -> list[dict]:
     return scored
 
 
+def _check_save(cfg: ScoreRun) -> None:
+    """Before anything is scored: a place for the scores that is neither absent nor taken by something else."""
+    if cfg.save is None:
+        return
+    target = Path(cfg.save).expanduser().absolute()
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"save={cfg.save}: there is no such folder that can be written: make it, or try save=scores.jsonl")
+    if target.is_dir() or target.suffix == ".gz":
+        raise ValueError(f"save={cfg.save} must name a plain file: try save=scores.jsonl")
+    if target.resolve() == Path(cfg.completions).expanduser().resolve():
+        raise ValueError(f"save={cfg.save} would replace the completions: try save=scores.jsonl")
+
+
 def _sample(row: dict, where: str, number: int) -> Sample:
     text = row.get("completion")
     if not isinstance(text, str):
         raise ValueError(f"{where}: completion must be a text, not {text!r} (it has the fields: {', '.join(map(str, row)) or 'none'})")
     gold = row.get("answer", row.get("gold", ""))
     ended, tokens = row.get("ended", Ended.eos.name), row.get("tokens", len(text.split()))
-    if ended not in Ended.__members__:
+    if not isinstance(ended, str) or ended not in Ended.__members__:
         raise ValueError(f"{where}: ended is {' or '.join(Ended.__members__)}, not {ended!r}")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ValueError(f"{where}: tokens must be a whole number, not {tokens!r}; without it the words of the completion are counted")

@@ -56,7 +56,7 @@ def fenced(text) -> str:
         ("```python\na\n</think>\nb\n```", None),
         ("```python\na\n```\n```python\nb", "a\n"),  # cut off
         ("```python\na", None),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
         ("~~~python\na = '''\n```\n'''\n~~~", "a = '''\n```\n'''\n"),
         ("````python\n```\n````", "```\n"),
         ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
@@ -769,3 +769,8 @@ def test_the_data_sets_own_solutions_pass_and_no_solution_does_not(problems, tru
 
 def fenced_raw(text) -> str:
     return f"```python\n{text}\n```"
+
+
+def test_a_program_in_an_indented_list_item_is_read_without_its_indentation():
+    text = "1. Do:\n   ```python\n   def double(x):\n       return 2 * x\n   ```\n"
+    assert program(text) == "def double(x):\n    return 2 * x\n"

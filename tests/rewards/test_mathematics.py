@@ -533,3 +533,34 @@ def test_verdicts_are_the_same_in_many_threads_at_once():
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("A^T", "3", False),
+        ("x^{n+1}", "x\\cdot x^n", True),
+        ("a^n b^n", "3", False),
+        ("x^y+0", "x^y", True),
+        ("(n+1)^n", "x^y", False),
+        ("a^{1/k}", "\\sqrt[k]{a}", True),
+        ("\\lim_{n\\to\\infty}(1+\\frac1n)^n", "3", False),
+        ("abc", "a-bc", False),
+        ("adbc", "ad-bc", False),
+        ("-bc+ad", "ad-bc", True),
+        ("a/b", "\\frac{a}{b}", True),
+        ("0.\\overline{3}", "0.\\overline{3}", True),
+        ("12\\text{ 13 14}", "12", False),
+        ("12\\text{ OR thirteen}", "12", False),
+        ("5\\text{ plus 3}", "5", False),
+        ("12\\text{ apples}", "12", True),
+        ("12\\text{ cm}^2", "12", True),
+        ("\\{0,1\\}", "(0,1)", False),
+        ("twenty-one", "twenty one", True),
+        ("(-8)^{1/3}", "-2", True),
+    ],
+)
+def test_powers_of_variables_are_quick_and_algebra_is_no_word(answer, gold, right):
+    started = time.monotonic()
+    assert math(sample(f"So \\boxed{{{answer}}}.", gold)) == float(right)
+    assert time.monotonic() - started < 5

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_rows_are_scored_in_order_saved_and_shown(completions, capsys):
         ('{"answer": "1"}', r"row 1: completion must be a text, not None \(it has the fields: answer\)"),
         ('{"completion": "x"}\n{"completion": 3}', "row 2: completion must be a text, not 3"),
         ('{"completion": "x", "ended": "soon"}', "row 1: ended is eos or length, not 'soon'"),
+        ('{"completion": "x", "ended": []}', r"row 1: ended is eos or length, not \[\]"),
         ('{"completion": "x", "tokens": -1}', "row 1: tokens must be a whole number"),
         ('{"completion": ', "line 1 is not valid JSON"),
     ],
@@ -65,6 +67,9 @@ def test_a_missing_file_or_folder_is_named(completions):
         scored("completions=nowhere.jsonl")
     with pytest.raises(ValueError, match=r"save=no/s\.jsonl: there is no such folder"):
         scored("completions=completions.jsonl", "save=no/s.jsonl")
+    for save, why in (("completions.jsonl", "would replace the completions"), (".", "must name a plain file"), ("s.gz", "plain file")):
+        with pytest.raises(ValueError, match=rf"save={re.escape(save)} .*{why}.*: try save=scores\.jsonl"):
+            scored("completions=completions.jsonl", f"save={save}")
     with pytest.raises(ValueError, match=r"completions is not set: try completions=FILE\.jsonl"):
         scored()
 
