@@ -78,6 +78,12 @@ _REMARK = re.compile(
     r"|\s+\((?![^)]*\b(?:or|maybe|perhaps|possibly|could|might|may)\b)[^()$\\]*\)$",
     re.DOTALL,
 )
+# What begins like this states another answer: "; 13", ", alternatively 13", " (13 is another option)", ". Or 13!"
+_OTHER = re.compile(
+    r"[\s,;:(]*\b(?:or|alternatively|another|maybe|perhaps|possibly|also|as well as)\b|[;:]\s*[-+$(\\]*[0-9]|\s*\(\s*[-+$\\]*[0-9]\S* is\b",
+    re.IGNORECASE,
+)
+_OTHER_BEHIND = re.compile(r"[.!*_`\"')\s]*\b(?:or|no,? wait|actually|alternatively|maybe|perhaps)\b[^\n.]{0,12}[0-9]", re.IGNORECASE)
 _NO_ANSWER = re.compile(r"(?:indeed |now |also )?(?:correct|right|reasonable|verified|confirmed|consistent|valid|clear)\b", re.IGNORECASE)
 _JOINED = re.compile(r"[\s$*.()\\]*(?:,|;|\bor\b|\band\b|\\text\{\s*(?:or|and)\s*\})+[\s$*()\\]*(?:\b(?:or|and)\b[\s$*()\\]*)?")
 
@@ -139,12 +145,15 @@ def _sentence(rest: str) -> str:
     end = re.search(r"([.!?])[*_`\"')]*(?=\s|$)", line)
     if _NO_ANSWER.match(line) or (end and end[1] == "?"):
         return ""
-    return _statement(line[: end.start()] if end else line)
+    stated = line[: end.start()] if end else line
+    return rest if _OTHER_BEHIND.match(rest, len(stated)) else _statement(stated)
 
 
 def _statement(line: str) -> str:
-    """An answer without the remark behind it: "40 marbles" of "40 marbles (4 bags of 10)"."""
-    return _REMARK.sub("", line.strip().replace("**", "").replace("__", "").strip("`* "), count=1)
+    """An answer without the remark behind it: "40 marbles" of "40 marbles (4 bags of 10)"; whole when that is another answer."""
+    line = line.strip().replace("**", "").replace("__", "").strip("`* ")
+    remark = _REMARK.search(line)
+    return line if remark is None or _OTHER.match(remark[0]) else line[: remark.start()]
 
 
 # ---- Notation

@@ -564,3 +564,29 @@ def test_powers_of_variables_are_quick_and_algebra_is_no_word(answer, gold, righ
     started = time.monotonic()
     assert math(sample(f"So \\boxed{{{answer}}}.", gold)) == float(right)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("#### 12; 13; 14", False),
+        ("The answer is 12: 13: 14.", False),
+        ("The answer is 12, alternatively 13.", False),
+        ("The answer is 12 as well as 13.", False),
+        ("The answer is 12 (13 is another option).", False),
+        ("The answer is 12 (alternatively, 13).", False),
+        ("The answer is 12; or 13.", False),
+        ("The answer is 12. Or 13.", False),
+        ("The answer is 12! Or 13! Or 14!", False),
+        ("The answer is 12\nor 13\nor 14", False),
+        ("The answer is 12. No wait, 13. Actually 14.", False),
+        ("The answer is 12; we are done.", True),
+        ("The answer is 12: three boxes of 4.", True),
+        ("The answer is 12 (3 boxes of 4).", True),
+        ("The answer is 12, since a box holds 3 or 4.", True),
+        ("The answer is 12. Three boxes hold 4 each.", True),
+        ("The answer is 12.\n\nActually, one can check this: 3 * 4 = 12.", True),
+    ],
+)
+def test_a_second_answer_behind_the_first_is_not_paid_and_a_remark_costs_nothing(text, right):
+    assert math(sample(text, "12")) == float(right)
