@@ -224,7 +224,7 @@ def _bound() -> list[str]:
 def _as_nobody() -> list[str]:
     """For root: become an ordinary user first, since no limit on processes holds for root.
 
-    Python in a folder that only root may enter (/root/.pyenv) is shown to that user at /mnt, in a mount namespace of its own.
+    Python in a folder that only root may enter, such as a home folder, is shown to that user at /mnt, in a mount namespace of its own.
     """
     if os.geteuid() != 0:
         return []
