@@ -1,6 +1,7 @@
 """Groups to padded tensors, and their cut into micro-batches. Knows nothing of models or rewards."""
 
 from dataclasses import fields, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ def collate(groups: list[Group], pad_id: int, truncated: Truncated) -> Batch:
     completions = [completion for group in groups for completion in group.completions]
     kept = [truncated is Truncated.keep or completion.ended is not Ended.length for completion in completions]
     return Batch(
+        group_B=torch.tensor([number for number, group in enumerate(groups) for _ in group.completions]),
         prompt_ids_BS=pad(prompts, pad_id, left=True),
         prompt_lengths_B=torch.tensor([len(p) for p in prompts]),
         completion_ids_BT=pad([c.token_ids for c in completions], pad_id),
@@ -43,6 +45,31 @@ def take(batch: Batch, rows_B: Tensor) -> Batch:
     T = int(picked["completion_lengths_B"].max())
     trim = {name: value[:, :T] for name, value in picked.items() if name.endswith(("_BT", "_BTH"))}
     return replace(batch, **picked | trim | {"prompt_ids_BS": picked["prompt_ids_BS"][:, -S:]})
+
+
+def shared_micro_batches(batch: Batch, token_budget: int) -> list[Tensor]:
+    """Row numbers cut so that their tokens, each group's prompt counted once, stay within the budget.
+
+    Groups stay whole where they fit; a single row over the budget stands alone.
+    """
+    prompt, completion = batch.prompt_lengths_B.tolist(), batch.completion_lengths_B.tolist()
+    parts: list[list[int]] = []
+    used = token_budget
+    for _, numbered in groupby(enumerate(batch.group_B.tolist()), key=lambda pair: pair[1]):
+        rows = [row for row, _ in numbered]
+        whole = prompt[rows[0]] + sum(completion[row] for row in rows)
+        if used + whole <= token_budget:
+            parts[-1] += rows
+            used += whole
+            continue
+        used = token_budget
+        for row in rows:
+            if used + completion[row] > token_budget:
+                parts.append([])
+                used = prompt[row]
+            parts[-1].append(row)
+            used += completion[row]
+    return [torch.tensor(part, device=batch.completion_lengths_B.device) for part in parts]
 
 
 def micro_batches(batch: Batch, token_budget: int) -> list[Tensor]:

@@ -19,6 +19,11 @@ class Dtype(Enum):
     bfloat16 = "bfloat16"
 
 
+class Engine(Enum):
+    native = "native"
+    transformers = "transformers"
+
+
 class Source(Enum):
     addition = "addition"
     word_problems = "word_problems"
@@ -694,14 +699,22 @@ class Optimizer:
 
 @dataclass
 class Rollout:
+    engine: Engine
+    """What computes rollout, reference and update: the native fast path, for the models it knows, or the plain transformers forward."""
     temperature: float
     """Logits are divided by it when sampling and in every training forward alike."""
+    top_k: int
+    """Only the so many most likely tokens are drawn, 0 for all; the log-probs of every forward are those of the cut distribution."""
+    top_p: float
+    """Only the fewest most likely tokens that hold this much of the probability are drawn, 1 for all; log-probs as with top_k."""
     max_new_tokens: int
     rows_at_once: int
     """Most completions decoded side by side; bounds the memory of the KV cache."""
 
     def __post_init__(self):
         _require(self.temperature > 0, f"rollout.temperature must be above 0, not {self.temperature}: try rollout.temperature=1")
+        _require(self.top_k >= 0, f"rollout.top_k must be 0 (all tokens) or more, not {self.top_k}: try rollout.top_k=0")
+        _require(0 < self.top_p <= 1, f"rollout.top_p must be above 0 and at most 1 (all tokens), not {self.top_p}: try rollout.top_p=1")
         _positive("rollout", max_new_tokens=self.max_new_tokens, rows_at_once=self.rows_at_once)
         _at_most("rollout", 1_000_000, max_new_tokens=self.max_new_tokens)
 
@@ -811,6 +824,11 @@ class GrpoRun:
         _require(
             kl.warmup_steps < self.steps,
             f"kl.warmup_steps={kl.warmup_steps} leaves no step after it: try kl.warmup_steps={self.steps // 10}",
+        )
+        cut = "rollout.top_k" if self.rollout.top_k else "rollout.top_p" if self.rollout.top_p < 1 else None
+        _require(
+            cut is None or kl.estimator is not Estimator.exact,
+            f"kl.estimator=exact compares whole distributions, and {cut} cuts each at another place: try kl.estimator=k3",
         )
         apart = self.algorithm.combine is Combine.normalise_first
         _require(

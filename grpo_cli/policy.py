@@ -12,6 +12,7 @@ import inspect
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,18 +20,40 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_cli.batch import micro_batches, take
-from grpo_cli.config import Dtype, Lora, Model
+from grpo_cli.batch import micro_batches, shared_micro_batches, take
+from grpo_cli.config import Dtype, Engine, Lora, Model, Rollout
+from grpo_cli.fast.decoder import Decoder, unknown
+from grpo_cli.fast.ops import score_rows
 from grpo_cli.kl import exact_kl
 from grpo_cli.losses import length_mask
 from grpo_cli.records import Batch, EncodedProblem, Problem
 
 HEAD_CHUNK_ELEMENTS = 2**24
-"""Logits alive at once in a training forward: 64 MiB of float32, whatever the vocabulary."""
+"""Logits scored at once: 64 MiB of float32, whatever the vocabulary."""
+
+
+class Distribution(NamedTuple):
+    """What next tokens are drawn from, given the logits; the log-probs of every forward are those of the same distribution."""
+
+    temperature: float
+    top_k: int = 0
+    """The so many most likely tokens alone; 0 for all."""
+    top_p: float = 1.0
+    """The fewest most likely tokens that hold this much of the probability (arXiv:1904.09751); 1 for all."""
+
+
+def sampled_from(rollout: Rollout) -> Distribution:
+    return Distribution(rollout.temperature, rollout.top_k, rollout.top_p)
 
 
 def load_policy(
-    section: Model, device: torch.device, seed: int, temperature: float, reference: bool = True, moving: bool = False
+    section: Model,
+    device: torch.device,
+    seed: int,
+    distribution: Distribution,
+    engine: Engine = Engine.native,
+    reference: bool = True,
+    moving: bool = False,
 ) -> "Policy":
     """The model of the run, ready to train: base weights frozen under a fresh or given adapter, or all weights trainable.
 
@@ -42,7 +65,7 @@ def load_policy(
         model = add_adapter(model, section.lora, seed)
     else:
         model.requires_grad_(True)
-    return Policy(model, tokenizer, section, device, temperature, reference, moving)
+    return Policy(model, tokenizer, section, device, distribution, engine, reference, moving)
 
 
 def load_model_and_tokenizer(section: Model, device: torch.device):
@@ -194,6 +217,16 @@ def check_adapter(folder: Path) -> None:
         )
 
 
+def _without(out_NV: Tensor, tokens_N: Tensor | None) -> Tensor:
+    """The mask, but open at the given token of each row."""
+    return out_NV if tokens_N is None else out_NV.scatter(1, tokens_N[:, None], False)
+
+
+def _scored_tokens(batch: Batch) -> Tensor:
+    """(B, T) bool: the tokens up to each completion's end."""
+    return length_mask(batch.completion_lengths_B, batch.completion_ids_BT.shape[1]).bool()
+
+
 class TokenScores(NamedTuple):
     """What the policy says of each completion token; all (B, T) float32, 0 behind the end."""
 
@@ -207,15 +240,25 @@ class TokenScores(NamedTuple):
 class Policy:
     """Log-probs of completions under the policy and its reference, and what the sampler needs. Shapes: B sequences, T tokens."""
 
-    def __init__(self, model, tokenizer, section: Model, device: torch.device, temperature: float, reference: bool, moving: bool):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        section: Model,
+        device: torch.device,
+        distribution: Distribution,
+        engine: Engine,
+        reference: bool,
+        moving: bool,
+    ):
         self.model = model
         self.tokenizer = tokenizer
         self.device = device
-        self.temperature = temperature
+        self.distribution = distribution
         self._section = section
         self._adapted, self._moving = section.lora is not None, moving
         self.saved_as = "adapter" if self._adapted else "model"
-        self._autocast = not self._adapted and compute_dtype(section.dtype, device) is torch.bfloat16
+        self.autocast = not self._adapted and compute_dtype(section.dtype, device) is torch.bfloat16
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # A fresh adapter starts at zero update, so the reference is the same model with the adapter off: no copy at all.
         off_is_start = self._adapted and section.lora.path is None and not moving
@@ -228,6 +271,12 @@ class Policy:
         # transformers recomputes activations in modules in train mode only, and then uses no KV cache; all others stay in eval mode.
         self._checkpointed = [m for m in self.model.modules() if getattr(m, "gradient_checkpointing", False)]
         self._train_mode(True)
+        self.native: Decoder | None = None
+        """The fast path, for models that it knows."""
+        self.why_plain = unknown(self.lm) if self._head_is_plain else "its head is more than a linear layer"
+        """Why the model has to run on the plain transformers forward; None when it need not."""
+        if engine is Engine.native and self.why_plain is None:
+            self.native = Decoder(self.lm)
 
     @property
     def lm(self):
@@ -306,7 +355,7 @@ class Policy:
         made from; old: the policy's own, scored in the same way. (In bfloat16 the sampler's are too coarse to be compared.)"""
         with torch.no_grad():
             if old:
-                samples_exactly = not self._autocast and self.lm.get_output_embeddings().weight.dtype is torch.float32
+                samples_exactly = not self.autocast and self.lm.get_output_embeddings().weight.dtype is torch.float32
                 batch = replace(batch, old_logprobs_BT=batch.sampled_logprobs_BT if samples_exactly else self._pass(batch, False)[0])
             if reference:
                 with self._as_reference():
@@ -318,13 +367,15 @@ class Policy:
         logprobs_BT, features_BTH = torch.zeros_like(batch.sampled_logprobs_BT), None
         for rows in self.micro_batches(batch):
             part = take(batch, rows)
-            features = self._features(part)
-            T = features.shape[1]
-            logprobs_BT[rows, :T] = self._scored(part, features).logprobs_BT
+            scored_BT, features_NH = _scored_tokens(part), self._features(part)
+            T = scored_BT.shape[1]
+            logprobs_BT[rows, :T] = self._scores(part, features_NH).logprobs_BT
             if keep_features:
                 if features_BTH is None:
-                    features_BTH = features.new_zeros(*logprobs_BT.shape, features.shape[2])
-                features_BTH[rows, :T] = features
+                    features_BTH = features_NH.new_zeros(*logprobs_BT.shape, features_NH.shape[1])
+                padded_BTH = features_NH.new_zeros(*scored_BT.shape, features_NH.shape[1])
+                padded_BTH[scored_BT] = features_NH
+                features_BTH[rows, :T] = padded_BTH
         return logprobs_BT, features_BTH
 
     def fingerprint(self) -> str:
@@ -337,17 +388,21 @@ class Policy:
         return digest.hexdigest()[:16]
 
     def micro_batches(self, batch: Batch) -> list[Tensor]:
-        return micro_batches(batch, self._section.micro_batch_tokens)
+        cut = shared_micro_batches if self.native else micro_batches
+        return cut(batch, self._section.micro_batch_tokens)
 
     def token_logprobs(self, batch: Batch, entropy_gradient: bool = False) -> TokenScores:
         """Log-probs of all completion tokens at the sampling temperature, the entropy there, and the exact KL if `annotate` prepared it.
 
         Logits are made for completion tokens only and in chunks, so (B, T, V) never exists.
         """
-        return self._scored(batch, self._features(batch), entropy_gradient)
+        return self._scores(batch, self._features(batch), entropy_gradient)
 
     def _features(self, batch: Batch) -> Tensor:
-        """(B, T, H) last hidden states before each completion token, or logits for models with an unusual head."""
+        """(N, H) last hidden states before each completion token, row by row, or logits for models with an unusual head."""
+        if self.native:
+            with self._compute():
+                return self.native.features(batch)
         S, T = batch.prompt_ids_BS.shape[1], batch.completion_ids_BT.shape[1]
         prompt_mask_BS = length_mask(batch.prompt_lengths_B, S).flip(1)  # prompts are padded on the left
         # The last completion token predicts nothing that is scored, so it is not fed.
@@ -357,34 +412,37 @@ class Policy:
         if self.takes_positions:
             inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
         with self._compute():
-            if self._head_is_plain:
-                return self.lm.base_model(**inputs).last_hidden_state[:, S - 1 :]
-            return self.lm(**inputs).logits[:, S - 1 :]
+            output = self.lm.base_model(**inputs).last_hidden_state if self._head_is_plain else self.lm(**inputs).logits
+        return output[:, S - 1 :][_scored_tokens(batch)]
 
-    def _scored(self, batch: Batch, features_BTH: Tensor, entropy_gradient: bool = False) -> TokenScores:
-        B, T = batch.completion_ids_BT.shape
-        scored = length_mask(batch.completion_lengths_B, T).bool()
-        inputs = [features_BTH[scored], batch.completion_ids_BT[scored]]
+    def _scores(self, batch: Batch, features_NH: Tensor, entropy_gradient: bool = False) -> TokenScores:
+        scored_BT = _scored_tokens(batch)
+        inputs = [batch.completion_ids_BT[scored_BT]]
         if batch.reference_features_BTH is not None:
-            inputs.append(batch.reference_features_BTH[scored])
-        rows = max(16, HEAD_CHUNK_ELEMENTS // self.lm.get_output_embeddings().weight.shape[0])
-        recompute = len(inputs[0]) > rows and torch.is_grad_enabled()
-        chunks = []
-        for chunk in zip(*(value.split(rows) for value in inputs), strict=True):
-            if recompute:
-                chunks.append(checkpoint(self._score, entropy_gradient, *chunk, use_reentrant=False))
-            else:
-                chunks.append(self._score(entropy_gradient, *chunk))
-        return TokenScores(
-            *(
-                torch.zeros(B, T, device=self.device).masked_scatter(scored, torch.cat(values)) if values[0] is not None else None
-                for values in zip(*chunks, strict=True)
-            )
-        )
+            inputs.append(batch.reference_features_BTH[scored_BT])
+        head = self.lm.get_output_embeddings().weight
+        rows = max(16, HEAD_CHUNK_ELEMENTS // head.shape[0])
+        differentiable = torch.is_grad_enabled() and features_NH.requires_grad
+        if self._head_is_plain and not head.requires_grad:
+            values = score_rows(features_NH, partial(self._score_with_slopes, differentiable, entropy_gradient), rows, *inputs)
+        else:
+            recompute = len(features_NH) > rows and differentiable
+            chunks = []
+            for chunk in zip(*(value.split(rows) for value in (features_NH, *inputs)), strict=True):
+                if recompute:
+                    chunks.append(checkpoint(self._score, entropy_gradient, *chunk, use_reentrant=False))
+                else:
+                    chunks.append(self._score(entropy_gradient, *chunk))
+            values = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
+        blank_BT = torch.zeros(scored_BT.shape, device=self.device, dtype=values[0].dtype)
+        return TokenScores(*(None if value is None else blank_BT.masked_scatter(scored_BT, value) for value in values))
 
     def _score(self, entropy_gradient: bool, features_NH: Tensor, tokens_N: Tensor, reference_NH: Tensor | None = None):
         """Log-prob, entropy and (or None) exact KL of N positions."""
-        logprobs_NV = self.next_token_logprobs(self._logits(features_NH))
+        return self._figures(entropy_gradient, self._logits(features_NH), tokens_N, reference_NH)
+
+    def _figures(self, entropy_gradient: bool, logits_NV: Tensor, tokens_N: Tensor, reference_NH: Tensor | None):
+        logprobs_NV = self.next_token_logprobs(logits_NV, tokens_N)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             # A token that is never sampled has log-prob -inf and no share.
             entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(dim=1)
@@ -395,6 +453,23 @@ class Policy:
             kl_N = exact_kl(logprobs_NV, reference_NV)
         return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], entropy_N, kl_N
 
+    def _score_with_slopes(
+        self, differentiable: bool, entropy_gradient: bool, features_NH: Tensor, tokens_N: Tensor, reference_NH: Tensor | None = None
+    ):
+        """The figures of N positions, and the gradient of each with respect to the features, (N, H) or None."""
+        logits_NV = self._logits(features_NH)
+        with torch.set_grad_enabled(differentiable):
+            figures = self._figures(entropy_gradient, logits_NV.requires_grad_(differentiable), tokens_N, reference_NH)
+        slopes = []
+        for figure in figures:
+            slope = None
+            if figure is not None and figure.requires_grad:
+                (into_logits_NV,) = torch.autograd.grad(figure, logits_NV, torch.ones_like(figure), retain_graph=True)
+                slope = into_logits_NV @ self.lm.get_output_embeddings().weight.to(logits_NV.dtype)
+            slopes.append(slope)
+        # Copies made without gradient: a detached view would keep the graph, and with it the logits.
+        return tuple(None if figure is None else figure.clone() for figure in figures), tuple(slopes)
+
     def _logits(self, features_NH: Tensor) -> Tensor:
         """The head in float32: bfloat16 logits of size 20 come in steps of 0.125, which is far too coarse for a ratio."""
         if not self._head_is_plain:
@@ -404,11 +479,25 @@ class Policy:
         with torch.autocast(self.device.type, enabled=False):
             return torch.nn.functional.linear(features_NH.float(), head.weight.float(), bias)
 
-    def next_token_logprobs(self, logits_NV: Tensor) -> Tensor:
-        """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled."""
-        logits_NV = logits_NV.float() / self.temperature
+    def next_token_logprobs(self, logits_NV: Tensor, tokens_N: Tensor | None = None) -> Tensor:
+        """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled.
+
+        With top-k or top-p it is cut, and the given tokens are held in it: rounding must not make a token impossible that was drawn.
+        """
+        temperature, top_k, top_p = self.distribution
+        logits_NV = logits_NV.float()
+        if temperature != 1:
+            logits_NV = logits_NV / temperature
         if len(self._forbidden):
             logits_NV = logits_NV.index_fill(1, self._forbidden, -torch.inf)
+        if 0 < top_k < logits_NV.shape[1]:
+            out_NV = torch.ones_like(logits_NV, dtype=torch.bool).scatter_(1, logits_NV.topk(top_k).indices, False)
+            logits_NV = logits_NV.masked_fill(_without(out_NV, tokens_N), -torch.inf)
+        if top_p < 1:
+            shares_NV, order_NV = logits_NV.softmax(dim=1).sort(dim=1, descending=True, stable=True)
+            behind_NV = shares_NV.cumsum(dim=1) - shares_NV >= top_p
+            out_NV = torch.zeros_like(behind_NV).scatter_(1, order_NV, behind_NV)
+            logits_NV = logits_NV.masked_fill(_without(out_NV, tokens_N), -torch.inf)
         return torch.log_softmax(logits_NV, dim=1)
 
     def _head_gives_the_logits(self) -> bool:
@@ -420,7 +509,7 @@ class Policy:
             return hidden is not None and torch.allclose(self.lm.get_output_embeddings()(hidden), expected, rtol=1e-6, atol=1e-6)
 
     def _compute(self):
-        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
     # --- the other sets of weights
 
@@ -441,18 +530,35 @@ class Policy:
                 self._frozen[name].lerp_(parameter.detach(), alpha)
 
     @contextlib.contextmanager
+    def plain(self):
+        """Everything by the plain transformers forward."""
+        native, self.native = self.native, None
+        try:
+            yield
+        finally:
+            self.native = native
+
+    @contextlib.contextmanager
+    def stirred(self, scale: float):
+        """LoRA matrices that start at zero are random, so that an adapter is felt that has not been trained yet."""
+        draw = torch.Generator().manual_seed(0)
+        moved = {p: scale * torch.randn(p.shape, generator=draw).to(p) for p in self.trainable.values() if self._adapted and not p.any()}
+        with self._swapped(moved):
+            yield
+
+    @contextlib.contextmanager
     def sampling(self):
         """No gradient, and the adapter added into the float32 weights it belongs to, which makes decoding faster.
 
         The merged weights are new tensors and the old ones are put back, so the base stays as it was to the last bit. In bfloat16 a
-        merge would round small updates away, so there the adapter stays apart.
+        merge would round small updates away, so there the adapter stays apart. (The fast path makes its own copies.)
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self._compute())
             stack.callback(self._train_mode, True)
             self._train_mode(False)
-            layers = lora_layers(self.model)
+            layers = [] if self.native else lora_layers(self.model)
             if layers and all(layer.base_layer.weight.dtype is torch.float32 for layer in layers):
                 merged = {m.base_layer.weight: m.base_layer.weight + m.get_delta_weight(m.active_adapters[0]) for m in layers}
                 stack.enter_context(self.model.disable_adapter())

@@ -128,6 +128,8 @@ class Scores:
 class Batch:
     """Prompts and completions side by side: prompts padded on the left, completions on the right."""
 
+    group_B: Tensor
+    """Number of the group of each row; the rows of a group stand side by side and have one prompt."""
     prompt_ids_BS: Tensor
     prompt_lengths_B: Tensor
     completion_ids_BT: Tensor

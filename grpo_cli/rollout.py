@@ -4,6 +4,7 @@ Knows nothing of rewards. The order of rows, their batching and what finished ea
 """
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,11 +12,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from grpo_cli.batch import pad
-from grpo_cli.config import Rollout
+from grpo_cli.batch import collate, pad, to_device
+from grpo_cli.config import Rollout, Truncated
+from grpo_cli.fast.decode import Choose, decode
 from grpo_cli.policy import Policy
+from grpo_cli.randomness import uniforms
 from grpo_cli.records import END, Completion, EncodedProblem, Ended, Group
 
+CHECKED_SAMPLES, CHECKED_TOKENS = 4, 32
+"""Size of the comparison of `check_native`."""
+MOST_GAP = 1e-3
+"""Nats; float32 leaves about 1e-6 on small models and 1e-4 on large ones."""
+MOST_MEAN_GAP_BFLOAT16 = 0.1
 DEVICE_CHECK_EVERY = 8
 """Tokens between two looks at which rows have finished, on devices where looking makes the host wait."""
 
@@ -23,23 +31,62 @@ DEVICE_CHECK_EVERY = 8
 def sample(
     policy: Policy, prompts: list[EncodedProblem], samples_per_prompt: int, rollout: Rollout, uniforms_PGT: np.ndarray | None
 ) -> list[Group]:
-    """One group of `samples_per_prompt` completions per prompt, at rollout.temperature; without uniforms the most likely tokens."""
-    at_once = max(1, rollout.rows_at_once // samples_per_prompt)
-    groups: list[Group] = []
+    """One group of `samples_per_prompt` completions per prompt; without uniforms of the most likely tokens.
+
+    ValueError when the policy gives no finite probabilities any more.
+    """
+    ids, G, T = [p.prompt_ids for p in prompts], samples_per_prompt, rollout.max_new_tokens
+    uniforms_NT = None
+    if uniforms_PGT is not None:
+        uniforms_NT = torch.from_numpy(uniforms_PGT.reshape(len(prompts) * G, -1)).to(policy.device)
+
+    def choose(logits_CV: Tensor, row_C: Tensor, t_C: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_CV = policy.next_token_logprobs(logits_CV)
+        token_C = logprobs_CV.argmax(dim=1) if uniforms_NT is None else _inverse_cdf(logprobs_CV, uniforms_NT[row_C, t_C])
+        return token_C, logprobs_CV.gather(1, token_C[:, None])[:, 0]
+
     with policy.sampling():
-        for start in range(0, len(prompts), at_once):
-            part = prompts[start : start + at_once]
-            uniforms_NT = None
-            if uniforms_PGT is not None:
-                rows = uniforms_PGT[start : start + at_once].reshape(len(part) * samples_per_prompt, -1)
-                uniforms_NT = torch.from_numpy(rows).to(policy.device)
-            tokens_NT, logprobs_NT = _decode(policy, [p.prompt_ids for p in part], samples_per_prompt, rollout.max_new_tokens, uniforms_NT)
-            groups += _to_groups(policy, part, samples_per_prompt, tokens_NT, logprobs_NT)
-    return groups
+        if policy.native:
+            tokens_NT, logprobs_NT = decode(
+                policy.native, ids, G, T, rollout.rows_at_once, torch.tensor(policy.eos_ids, device=policy.device), choose
+            )
+        else:
+            at_once = max(1, rollout.rows_at_once // G)
+            starts = range(0, len(ids), at_once)
+            parts = [_decode(policy, ids[start : start + at_once], G, T, choose, start * G) for start in starts]
+            tokens_NT, logprobs_NT = (torch.cat(part) for part in zip(*parts, strict=True))
+    if not torch.isfinite(logprobs_NT).all():
+        raise ValueError("the policy no longer gives finite probabilities: try a lower optimizer.lr, or optimizer.grad_clip=1")
+    return _to_groups(policy, prompts, G, tokens_NT, logprobs_NT)
 
 
-def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, uniforms_NT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(N, T) token ids and log-probs of N = prompts x G rows; what stands behind a row's end token is meaningless."""
+def check_native(policy: Policy, prompt: EncodedProblem, G: int, rollout: Rollout, seed: int) -> dict:
+    """{"engine", "gap" or "why"}: which forward the policy uses from here on, having compared the fast path with the plain one.
+
+    A few real completions are sampled and scored by the fast path and scored by the plain forward; "gap" is the largest difference of a
+    token's log-probs (in bfloat16 the mean one, nats). When it is too large the policy goes on without the fast path.
+    """
+    if policy.native is None:
+        return {"engine": "transformers", "why": policy.why_plain or "rollout.engine=transformers"}
+    G, rollout = min(G, CHECKED_SAMPLES), replace(rollout, max_new_tokens=min(rollout.max_new_tokens, CHECKED_TOKENS))
+    with torch.no_grad(), policy.stirred(0.02):
+        groups = sample(policy, [prompt], G, rollout, uniforms(seed, "check", 0, 1, G, rollout.max_new_tokens))
+        batch = to_device(collate(groups, policy.pad_id, Truncated.keep), policy.device)
+        fast_BT = policy.token_logprobs(batch).logprobs_BT
+        with policy.plain():
+            plain_BT = policy.token_logprobs(batch).logprobs_BT
+    gaps = torch.stack([fast_BT - plain_BT, batch.sampled_logprobs_BT - plain_BT]).abs()[:, plain_BT != 0]
+    exact = policy.lm.get_output_embeddings().weight.dtype is not torch.bfloat16 and not policy.autocast
+    gap, most = (gaps.max().item(), MOST_GAP) if exact else (gaps.mean().item(), MOST_MEAN_GAP_BFLOAT16)
+    if gap <= most:
+        return {"engine": "native", "gap": gap}
+    policy.native, policy.why_plain = None, f"the fast path is {gap:.3g} nats off transformers' own log-probs, more than {most:g}"
+    return {"engine": "transformers", "why": policy.why_plain}
+
+
+def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, choose: Choose, first_row: int) -> tuple[Tensor, Tensor]:
+    """The plain transformers forward: (N, T) token ids and log-probs of N = prompts x G rows, numbered from `first_row`; what stands behind
+    a row's end token is meaningless."""
     device = policy.device
     N, S = len(prompts) * G, max(map(len, prompts))
     prompt_ids = pad(prompts, policy.pad_id, left=True).to(device)
@@ -61,10 +108,8 @@ def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, uniforms_N
     rows = torch.arange(N, device=device)  # the rows still in the batch
     finished = torch.zeros(N, dtype=torch.bool, device=device)
     for t in range(T):
-        all_logprobs = policy.next_token_logprobs(logits)
-        token = all_logprobs.argmax(dim=1) if uniforms_NT is None else _inverse_cdf(all_logprobs, uniforms_NT[rows, t])
+        token, logprobs_NT[rows, t] = choose(logits, rows + first_row, torch.full_like(rows, t))
         tokens_NT[rows, t] = token
-        logprobs_NT[rows, t] = all_logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, ends)
         if t + 1 == T:
             break
@@ -80,8 +125,6 @@ def _decode(policy: Policy, prompts: list[list[int]], G: int, T: int, uniforms_N
         step["attention_mask"] = mask[:, : S + t + 1]
         logits = policy.lm(input_ids=token[:, None], past_key_values=cache, use_cache=True, **step).logits[:, -1]
         position = position + 1
-    if not torch.isfinite(logprobs_NT).all():
-        raise ValueError("the policy no longer gives finite probabilities: try a lower optimizer.lr, or optimizer.grad_clip=1")
     return tokens_NT, logprobs_NT
 
 

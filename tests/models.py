@@ -13,6 +13,7 @@ from grpo_cli.config import (
     Clip,
     Combine,
     Dtype,
+    Engine,
     Estimator,
     Kl,
     KlGradient,
@@ -69,13 +70,36 @@ def random_llama(folder: Path, vocabulary: int | None = None, **changes) -> Path
     return folder
 
 
+def random_model(folder: Path, kind: str, **changes) -> Path:
+    """A random two-layer model of another architecture, such as Qwen3, with its tokenizer in `folder`."""
+    import transformers
+
+    tokenizer = character_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 128}
+    if kind == "GPT2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    elif kind.startswith(("Gemma", "Mistral")):
+        sizes["sliding_window"] = 6
+    if kind == "Granite":
+        sizes["logits_scaling"] = 8.0
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer) + 8, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2, **sizes | changes
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def model_section(path, lora: Lora | None = Lora(4, 8, "default", None), **changes) -> Model:  # noqa: B008
     values = {"gguf_file": None, "dtype": Dtype.float32, "micro_batch_tokens": 4096, "gradient_checkpointing": False} | changes
     return Model(path=str(path), lora=lora, **values)
 
 
 def rollout_section(temperature: float = 1.0, max_new_tokens: int = 12, rows_at_once: int = 64) -> Rollout:
-    return Rollout(temperature, max_new_tokens, rows_at_once)
+    return Rollout(Engine.native, temperature, 0, 1.0, max_new_tokens, rows_at_once)
 
 
 def algorithm_section(**changes) -> Algorithm:

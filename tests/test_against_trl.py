@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_cli.advantages import group_spread, outcome_advantages, rules_apart
 from grpo_cli.batch import collate
 from grpo_cli.config import Advantage, Aggregation, Clip, KlGradient, Ratio, Std, Truncated
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.records import Completion, Ended, Group
 from grpo_cli.update import improve
 
@@ -42,7 +42,7 @@ def token_ids() -> list[list[list[int]]]:
 
 def fresh_policy(folder):
     """The same LoRA model at its start. TRL scores pad and begin tokens too, which here are never sampled: both do so in this file."""
-    policy = load_policy(model_section(folder, micro_batch_tokens=60), torch.device("cpu"), seed=1, temperature=1.0)
+    policy = load_policy(model_section(folder, micro_batch_tokens=60), torch.device("cpu"), seed=1, distribution=Distribution(1.0))
     policy._forbidden = policy._forbidden[:0]
     return policy
 

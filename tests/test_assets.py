@@ -11,7 +11,7 @@ from models import model_section, rollout_section
 
 from grpo_cli.assets import make
 from grpo_cli.data import addition_pairs, addition_question, is_heldout
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import Ended, Problem
 from grpo_cli.rollout import sample
@@ -85,7 +85,7 @@ def test_an_unknown_character_is_one_unknown_token(tokenizer):
 
 
 def test_the_start_leaves_room_to_learn_and_the_working_is_sound():
-    policy = load_policy(model_section(os.environ.get("TINY", "asset:tiny"), lora=None), torch.device("cpu"), 0, 1.0)
+    policy = load_policy(model_section(os.environ.get("TINY", "asset:tiny"), lora=None), torch.device("cpu"), 0, Distribution(1.0))
     pairs = [pair for pair, _ in zip(addition_pairs([2, 3]), range(3000), strict=False) if is_heldout(addition_question(*pair), 0.1)][:250]
     problems = [Problem(f"{a}+{b}", addition_question(a, b), str(a + b)) for a, b in pairs]
     groups = sample(policy, policy.encode(problems, 64, 64)[0], 4, rollout_section(max_new_tokens=64), uniforms(0, "test", 0, 250, 4, 64))

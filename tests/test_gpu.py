@@ -7,7 +7,7 @@ from runs import rows, train
 
 from grpo_cli.batch import collate, to_device
 from grpo_cli.config import Dtype, Lora, Truncated
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.rollout import sample
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def log_probs(folder, device: str, dtype: Dtype):
-    policy = load_policy(model_section(folder, dtype=dtype), torch.device(device), seed=1, temperature=1.0)
+    policy = load_policy(model_section(folder, dtype=dtype), torch.device(device), seed=1, distribution=Distribution(1.0))
     prompts = encoded(policy, "1+1=", "a longer prompt 22+33=")
     groups = sample(policy, prompts, 4, rollout_section(), uniforms(1, "rollout", 1, 2, 4, 12))
     batch = to_device(collate(groups, policy.pad_id, Truncated.keep), policy.device)
@@ -37,7 +37,7 @@ def test_the_same_uniforms_give_mostly_the_same_tokens_on_both_devices(model_fol
 @pytest.mark.parametrize("changes", [{}, {"lora": None}, {"gradient_checkpointing": True}])
 def test_bfloat16_training_keeps_its_weights_and_gradients_in_float32(model_folder, changes):
     section = model_section(model_folder, **{"lora": Lora(4, 8, "default", None), "dtype": Dtype.auto} | changes)
-    policy = load_policy(section, torch.device("cuda"), seed=1, temperature=1.0)
+    policy = load_policy(section, torch.device("cuda"), seed=1, distribution=Distribution(1.0))
     groups = sample(policy, encoded(policy, "1+1="), 4, rollout_section(), uniforms(1, "rollout", 1, 1, 4, 12))
     batch = to_device(collate(groups, policy.pad_id, Truncated.keep), policy.device)
     policy.token_logprobs(batch).logprobs_BT.sum().backward()

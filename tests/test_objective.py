@@ -32,7 +32,7 @@ from grpo_cli.config import (
 )
 from grpo_cli.kl import BetaSchedule, exact_kl, kl_estimate
 from grpo_cli.losses import importance_ratio, is_clipped, surrogate
-from grpo_cli.policy import TokenScores, load_policy
+from grpo_cli.policy import Distribution, TokenScores, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import Batch, Scores
 from grpo_cli.rollout import sample
@@ -183,6 +183,7 @@ def test_the_exact_kl_by_hand_with_a_token_that_is_never_sampled():
 def paper_batch(**changes) -> Batch:
     """One prompt, two completions of 2 and 3 tokens. Sampled and reference log-probs make k1 0.5, 0.5 | 0, 1, 1; junk behind the end."""
     values = {
+        "group_B": torch.tensor([0, 1]),
         "prompt_ids_BS": torch.tensor([[0], [1]]),
         "prompt_lengths_B": torch.tensor([1, 1]),
         "completion_ids_BT": torch.tensor([[0, 1, 0], [1, 0, 1]]),
@@ -271,6 +272,7 @@ class Table:
             return torch.cat([values_BT, torch.full((B, padding), junk, dtype=values_BT.dtype)], dim=1)
 
         return Batch(
+            group_B=torch.arange(B),
             prompt_ids_BS=torch.arange(B)[:, None],
             prompt_lengths_B=torch.ones(B, dtype=torch.long),
             completion_ids_BT=padded(self.ids_BT, 0),
@@ -548,7 +550,7 @@ def gradients_by_budget(folder, *overrides: str) -> list[list[Tensor]]:
     cfg = config("algorithm.updates_per_rollout=2", *overrides)
     found = []
     for budget in (100_000, 120, 40, 1):
-        policy = load_policy(model_section(folder, micro_batch_tokens=budget), torch.device("cpu"), seed=1, temperature=1.0)
+        policy = load_policy(model_section(folder, micro_batch_tokens=budget), torch.device("cpu"), seed=1, distribution=Distribution(1.0))
         policy.model.double()
         shake(policy)
         prompts = encoded(policy, "1+1=", "a longer prompt 22+33=", "7=")

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from models import character_tokenizer, encoded, model_section, random_llama, rollout_section, shake
+from models import character_tokenizer, encoded, model_section, random_llama, random_model, rollout_section, shake
 
 from grpo_cli.batch import collate, micro_batches, take
-from grpo_cli.config import Dtype, Lora, Truncated
-from grpo_cli.policy import load_policy
+from grpo_cli.config import Dtype, Engine, Lora, Truncated
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import Completion, EncodedProblem, Ended, Group, Problem
 from grpo_cli.rollout import sample
@@ -17,8 +17,8 @@ from grpo_cli.rollout import sample
 CPU = torch.device("cpu")
 
 
-def policy_for(folder, **changes):
-    return load_policy(model_section(folder, **changes), CPU, seed=1, temperature=1.0)
+def policy_for(folder, engine=Engine.native, **changes):
+    return load_policy(model_section(folder, **changes), CPU, 1, Distribution(1.0), engine)
 
 
 def rolled_out(policy, *questions, G=2):
@@ -65,7 +65,7 @@ def test_reference_equals_the_start_and_stays_there(model_folder, lora):
 
 @pytest.mark.parametrize("lora", [None, Lora(4, 8, "default", None)], ids=["full", "lora"])
 def test_a_sync_moves_the_reference_by_alpha_towards_the_policy(model_folder, lora):
-    policy = load_policy(model_section(model_folder, lora=lora), CPU, seed=1, temperature=1.0, moving=True)
+    policy = load_policy(model_section(model_folder, lora=lora), CPU, seed=1, distribution=Distribution(1.0), moving=True)
     start = {name: p.detach().clone() for name, p in policy.trainable.items()}
     shake(policy)
     policy.sync_reference(0.25)
@@ -166,9 +166,9 @@ def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
     folder = random_llama(tmp_path, vocabulary=152_000, hidden_size=8, max_position_embeddings=512)
     code = (
         "import resource, sys, torch; torch.set_num_threads(1); sys.path.insert(0, 'tests')\n"
-        "from models import *; from grpo_cli.policy import load_policy; from grpo_cli.batch import collate\n"
+        "from models import *; from grpo_cli.policy import Distribution, load_policy; from grpo_cli.batch import collate\n"
         "from grpo_cli.config import Truncated; from grpo_cli.records import Completion, Ended, Group\n"
-        "policy = load_policy(model_section(sys.argv[1]), torch.device('cpu'), 1, 1.0)\n"
+        "policy = load_policy(model_section(sys.argv[1]), torch.device('cpu'), 1, Distribution(1.0))\n"
         "prompt = encoded(policy, '1+1=')[0]\n"
         "group = Group(prompt, [Completion([5] * 256, '', [0.0] * 256, Ended.length)] * 8)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -183,7 +183,7 @@ def test_a_wide_vocabulary_does_not_fill_memory(tmp_path):
 def test_bfloat16_hidden_states_are_scored_in_float32(tmp_path):
     # Logits as wide as +-40: in bfloat16 they would come in steps of 0.25.
     folder = random_llama(tmp_path, vocabulary=50_000, tie_word_embeddings=True)
-    policy = policy_for(folder, dtype=Dtype.bfloat16)
+    policy = policy_for(folder, Engine.transformers, dtype=Dtype.bfloat16)
     policy.lm.get_output_embeddings().weight.data *= 8
     assert policy.model.get_input_embeddings().weight.dtype is torch.bfloat16
     assert all(p.dtype is torch.float32 for p in policy.trainable.values())
@@ -296,22 +296,7 @@ def test_dropout_in_the_base_model_is_off_before_and_behind_a_rollout(tmp_path, 
 
 @pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text", "GPT2", "Qwen2", "Qwen3", "Mistral", "Granite"])
 def test_other_architectures_sample_what_they_score(tmp_path, kind):
-    import transformers
-
-    tokenizer = character_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"max_position_embeddings": 128}
-    if kind == "GPT2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    elif kind.startswith(("Gemma", "Mistral")):
-        sizes["sliding_window"] = 6
-    if kind == "Granite":
-        sizes["logits_scaling"] = 8.0
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokenizer) + 8, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2, **sizes
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    random_model(tmp_path, kind)
     policy = policy_for(tmp_path)
     shake(policy)
     batch = rolled_out(policy, "1+1=", "a longer prompt 22+22=", G=4)

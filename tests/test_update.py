@@ -9,7 +9,7 @@ from grpo_cli.advantages import outcome_advantages
 from grpo_cli.batch import collate
 from grpo_cli.config import Advantage, Aggregation, LrSchedule, Optimizer, OptimizerName, Std, Truncated
 from grpo_cli.optim import build_optimizer, lr_factor
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.rollout import sample
 from grpo_cli.update import improve
@@ -26,7 +26,9 @@ def with_advantages(batch, advantages_PG):
 
 
 def set_up(model_folder, budget=4096, advantages_PG=None, truncated=Truncated.keep, limit=12, shaken=True):
-    policy = load_policy(model_section(model_folder, micro_batch_tokens=budget), torch.device("cpu"), seed=1, temperature=1.0)
+    policy = load_policy(
+        model_section(model_folder, micro_batch_tokens=budget), torch.device("cpu"), seed=1, distribution=Distribution(1.0)
+    )
     if shaken:
         shake(policy)
     prompts = encoded(policy, "1+1=", "a longer prompt 22+33=", "7=")
@@ -126,7 +128,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(model_fol
 
 def test_a_tiny_policy_learns_a_toy_reward(model_folder):
     # Reward: the share of the completion that is the character 7. A sign error anywhere makes this fall instead of rise.
-    policy = load_policy(model_section(model_folder), torch.device("cpu"), seed=1, temperature=1.0)
+    policy = load_policy(model_section(model_folder), torch.device("cpu"), seed=1, distribution=Distribution(1.0))
     optimizer, schedule = build_optimizer(policy.trainable.values(), optimizer_section(lr=0.03), 30)
     prompts = encoded(policy, "1+1=", "22+33=")
     means = []

@@ -7,8 +7,9 @@ from grpo_cli import checkpoint
 from grpo_cli.config import GrpoRun
 from grpo_cli.data import load_problems
 from grpo_cli.evaluation import evaluate
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import load_policy, sampled_from
 from grpo_cli.rewards import Rules
+from grpo_cli.rollout import check_native
 from grpo_cli.runfolder import write_json
 from grpo_cli.runtime import pick_device, use_threads
 
@@ -20,12 +21,13 @@ def run(cfg: GrpoRun, folder: Path, which: str, overrides: list[str]) -> dict:
     """
     found = checkpoint.find(folder, which)
     use_threads(cfg.threads)
-    policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, cfg.rollout.temperature, reference=False)
+    policy = load_policy(cfg.model, pick_device(cfg.device), cfg.seed, sampled_from(cfg.rollout), cfg.rollout.engine, reference=False)
     policy.load_weights(checkpoint.read(found)["policy"])
     _, problems, _ = load_problems(cfg.data)
     prompts, _ = policy.encode(problems, cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
     if not prompts:
         raise ValueError(f"no held-out prompt fits: try a larger data.max_prompt_tokens (now {cfg.data.max_prompt_tokens})")
+    check_native(policy, prompts[0], 1, cfg.rollout, cfg.seed)
     with Rules(cfg.reward, cfg.device) as rules:
         metrics = evaluate(policy, prompts, rules, cfg.evaluation, cfg.rollout, cfg.seed)
     (folder / "evaluations").mkdir(exist_ok=True)

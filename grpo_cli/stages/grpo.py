@@ -8,18 +8,18 @@ from grpo_cli import checkpoint, runfolder
 from grpo_cli.advantages import assign
 from grpo_cli.batch import collate, to_device
 from grpo_cli.collect import Collected, collect
-from grpo_cli.config import Advantage, Control, Estimator, GateMode, GrpoRun, KlSchedule, Placement
+from grpo_cli.config import Advantage, Control, Engine, Estimator, GateMode, GrpoRun, KlSchedule, Placement
 from grpo_cli.curriculum import Curriculum, load_pass_rates
 from grpo_cli.data import fingerprint, load_problems
 from grpo_cli.evaluation import evaluate
 from grpo_cli.kl import BetaSchedule
 from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
 from grpo_cli.optim import build_optimizer
-from grpo_cli.policy import Policy, load_policy
+from grpo_cli.policy import Policy, load_policy, sampled_from
 from grpo_cli.records import EncodedProblem, Group, Problem
 from grpo_cli.rewards import Rules, gate, sandbox
 from grpo_cli.rewards.control import shuffled_golds
-from grpo_cli.rollout import token_of
+from grpo_cli.rollout import check_native, token_of
 from grpo_cli.runtime import Interrupts, Stopwatch, hydra_override, peak_memory_gib, pick_device, script, use_threads
 from grpo_cli.tracking import Tracker, announce
 from grpo_cli.update import improve
@@ -79,9 +79,13 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
     if cfg.reward.control is Control.shuffled_gold:
         train_problems = shuffled_golds(train_problems, cfg.seed)
     announce(f"loading {cfg.model.path} on {device}")
-    policy = load_policy(cfg.model, device, cfg.seed, cfg.rollout.temperature, moving=cfg.kl.sync_every is not None)
+    policy = load_policy(cfg.model, device, cfg.seed, sampled_from(cfg.rollout), cfg.rollout.engine, moving=cfg.kl.sync_every is not None)
     prompts = _encode(policy, train_problems, cfg, "training", notes)
     heldout = _encode(policy, heldout_problems, cfg, "held-out", notes)
+    checked = check_native(policy, prompts[0], G, cfg.rollout, cfg.seed)
+    folder.update(forward=checked)
+    if cfg.rollout.engine is Engine.native and policy.native is None:
+        notes.append(f"on the plain transformers forward, which is slower: {checked['why']}")
     optimizer, lr_schedule = build_optimizer(policy.trainable.values(), cfg.optimizer, cfg.steps * cfg.algorithm.updates_per_rollout)
     beta_schedule = BetaSchedule(cfg.kl, cfg.steps)
     known = load_pass_rates(cfg.data.difficulty_map) if cfg.data.difficulty_map else {}

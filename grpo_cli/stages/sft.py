@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from grpo_cli.batch import pad, take, to_device
-from grpo_cli.config import Demos, DemoSource, SftRun
+from grpo_cli.config import Demos, DemoSource, Engine, SftRun
 from grpo_cli.data import read_rows
 from grpo_cli.demos import sloppy_addition
 from grpo_cli.optim import build_optimizer
-from grpo_cli.policy import Policy, load_policy
+from grpo_cli.policy import Distribution, Policy, load_policy
 from grpo_cli.randomness import generator, permutation
 from grpo_cli.records import Batch, Problem
 from grpo_cli.runfolder import RunFolder
@@ -35,7 +35,7 @@ def run(cfg: SftRun, run_dir: Path, overrides: list[str] | None = None) -> dict:
 def _train(cfg: SftRun, folder: RunFolder, interrupts: Interrupts) -> dict:
     use_threads(cfg.threads)
     device = pick_device(cfg.device)
-    policy = load_policy(cfg.model, device, cfg.seed, temperature=1.0, reference=False)
+    policy = load_policy(cfg.model, device, cfg.seed, Distribution(1.0), Engine.transformers, reference=False)
     draw = demonstrations(policy, cfg.demos, cfg.batch_size, cfg.seed)
     optimizer, lr_schedule = build_optimizer(policy.trainable.values(), cfg.optimizer, cfg.steps)
     folder.update(device=str(device), threads=cfg.threads)
@@ -137,6 +137,7 @@ def collate(rows: list[Encoded], pad_id: int) -> Batch:
     prompts, completions = zip(*rows, strict=True)
     completion_ids_BT = pad(completions, pad_id)
     return Batch(
+        group_B=torch.arange(len(rows)),
         prompt_ids_BS=pad(prompts, pad_id, left=True),
         prompt_lengths_B=torch.tensor([len(p) for p in prompts]),
         completion_ids_BT=completion_ids_BT,

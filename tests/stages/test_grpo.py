@@ -13,7 +13,7 @@ from grpo_cli.cli import TRAIN
 from grpo_cli.compose import Composer, convert
 from grpo_cli.config import GrpoRun
 from grpo_cli.evaluation import pass_at
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.records import Problem
 from grpo_cli.stages import eval as evaluation_stage
 from grpo_cli.stages import grpo
@@ -247,7 +247,7 @@ def test_a_policy_that_lost_its_numbers_ends_the_run_with_advice(tmp_path):
     ],
 )
 def test_prompts_left_out_are_told_with_the_limit_that_bound(model_folder, words, bound, advice):
-    policy, cfg, notes = load_policy(model_section(model_folder), torch.device("cpu"), 1, 1.0), config(*words), []
+    policy, cfg, notes = load_policy(model_section(model_folder), torch.device("cpu"), 1, Distribution(1.0)), config(*words), []
     short, long = Problem("a", "1+1=", "2"), Problem("b", "9" * 110, "0")
     assert [e.problem.id for e in grpo._encode(policy, [short, long], cfg, "training", notes)] == ["a"]
     assert notes == [f"1 of 2 training prompts are longer than {bound}: left out"]
@@ -257,7 +257,7 @@ def test_prompts_left_out_are_told_with_the_limit_that_bound(model_folder, words
 
 
 def test_prompts_that_the_tokenizer_cannot_spell_are_counted():
-    policy, notes = load_policy(model_section("asset:tiny"), torch.device("cpu"), 1, 1.0), []
+    policy, notes = load_policy(model_section("asset:tiny"), torch.device("cpu"), 1, Distribution(1.0)), []
     assert len(grpo._encode(policy, [Problem("a", "1+1=", "2"), Problem("b", "1\u00c4+1=", "2")], config(), "training", notes)) == 2
     assert notes == ["1 of 2 training prompts hold characters unknown to the model's tokenizer"]
 

@@ -9,7 +9,7 @@ from models import model_section
 
 from grpo_cli.batch import micro_batches
 from grpo_cli.config import Demos, DemoSource, Lora, LrSchedule, Optimizer, OptimizerName, SftRun
-from grpo_cli.policy import load_policy
+from grpo_cli.policy import Distribution, load_policy
 from grpo_cli.stages import sft
 from grpo_cli.stages.sft import collate, completion_loss, demonstrations, encode, pairs, run
 
@@ -36,7 +36,7 @@ def jsonl(folder, rows):
 
 
 def policy_of(folder, lora=None, **changes):
-    return load_policy(model_section(folder, lora=lora, **changes), CPU, 0, 1.0)
+    return load_policy(model_section(folder, lora=lora, **changes), CPU, 0, Distribution(1.0))
 
 
 def batch_of(policy, rows=ROWS, **changes):
