@@ -439,10 +439,10 @@ class Policy:
 
     def _score(self, entropy_gradient: bool, features_NH: Tensor, tokens_N: Tensor, reference_NH: Tensor | None = None):
         """Log-prob, entropy and (or None) exact KL of N positions."""
-        return self._figures(entropy_gradient, self._logits(features_NH), tokens_N, reference_NH)
+        logprobs_NV = self.next_token_logprobs(self._logits(features_NH), tokens_N)
+        return self._figures(entropy_gradient, logprobs_NV, tokens_N, reference_NH)
 
-    def _figures(self, entropy_gradient: bool, logits_NV: Tensor, tokens_N: Tensor, reference_NH: Tensor | None):
-        logprobs_NV = self.next_token_logprobs(logits_NV, tokens_N)
+    def _figures(self, entropy_gradient: bool, logprobs_NV: Tensor, tokens_N: Tensor, reference_NH: Tensor | None):
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             # A token that is never sampled has log-prob -inf and no share.
             entropy_N = -(logprobs_NV.exp() * logprobs_NV.clamp(min=-1e4)).sum(dim=1)
@@ -457,16 +457,24 @@ class Policy:
         self, differentiable: bool, entropy_gradient: bool, features_NH: Tensor, tokens_N: Tensor, reference_NH: Tensor | None = None
     ):
         """The figures of N positions, and the gradient of each with respect to the features, (N, H) or None."""
-        logits_NV = self._logits(features_NH)
-        with torch.set_grad_enabled(differentiable):
-            figures = self._figures(entropy_gradient, logits_NV.requires_grad_(differentiable), tokens_N, reference_NH)
+        logits_NV, weight_VH = self._logits(features_NH), self.lm.get_output_embeddings().weight
+        if not differentiable or not (entropy_gradient or reference_NH is not None):
+            logprobs_NV = self.next_token_logprobs(logits_NV, tokens_N)
+            figures, slope_NH = self._figures(False, logprobs_NV, tokens_N, reference_NH), None
+            if differentiable:
+                mean_NH = logprobs_NV.exp_() @ weight_VH.to(logprobs_NV.dtype)
+                slope_NH = (weight_VH[tokens_N] - mean_NH) / self.distribution.temperature
+            return figures, (slope_NH, None, None)
+        with torch.enable_grad():
+            logprobs_NV = self.next_token_logprobs(logits_NV.requires_grad_(), tokens_N)
+            figures = self._figures(entropy_gradient, logprobs_NV, tokens_N, reference_NH)
         slopes = []
         for figure in figures:
-            slope = None
-            if figure is not None and figure.requires_grad:
-                (into_logits_NV,) = torch.autograd.grad(figure, logits_NV, torch.ones_like(figure), retain_graph=True)
-                slope = into_logits_NV @ self.lm.get_output_embeddings().weight.to(logits_NV.dtype)
-            slopes.append(slope)
+            if figure is None or not figure.requires_grad:
+                slopes.append(None)
+                continue
+            (into_logits_NV,) = torch.autograd.grad(figure, logits_NV, torch.ones_like(figure), retain_graph=True)
+            slopes.append(into_logits_NV @ weight_VH.to(logits_NV.dtype))
         # Copies made without gradient: a detached view would keep the graph, and with it the logits.
         return tuple(None if figure is None else figure.clone() for figure in figures), tuple(slopes)
 
@@ -483,13 +491,15 @@ class Policy:
         """Log-softmax in float32 of the distribution that is sampled from: tempered, without the tokens that are never sampled.
 
         With top-k or top-p it is cut, and the given tokens are held in it: rounding must not make a token impossible that was drawn.
+        Without gradient the logits are used up.
         """
         temperature, top_k, top_p = self.distribution
         logits_NV = logits_NV.float()
         if temperature != 1:
             logits_NV = logits_NV / temperature
         if len(self._forbidden):
-            logits_NV = logits_NV.index_fill(1, self._forbidden, -torch.inf)
+            fill = logits_NV.index_fill if torch.is_grad_enabled() else logits_NV.index_fill_
+            logits_NV = fill(1, self._forbidden, -torch.inf)
         if 0 < top_k < logits_NV.shape[1]:
             out_NV = torch.ones_like(logits_NV, dtype=torch.bool).scatter_(1, logits_NV.topk(top_k).indices, False)
             logits_NV = logits_NV.masked_fill(_without(out_NV, tokens_N), -torch.inf)

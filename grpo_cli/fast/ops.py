@@ -23,7 +23,8 @@ class Norm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.float() * self._rrms(x)).to(x.dtype) * self.weight
+        normed = (x.float() * self._rrms(x)).to(x.dtype)
+        return normed * self.weight if torch.is_grad_enabled() else normed.mul_(self.weight)
 
     def _rrms(self, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -45,18 +46,18 @@ class Gate:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
     def backward(self, x: Tensor, low: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         gate, up = x.chunk(2, dim=-1)
         opened, into_a, into_x = F.silu(gate), None, None
-        if low is not None:
-            into_a = low.T @ (opened * up).to(low.dtype)
         if grad is not None:
             into_x = torch.empty_like(x)
             into_gate, into_up = into_x.chunk(2, dim=-1)
             torch.mul(grad, opened, out=into_up)
-            into_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+            torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=into_gate)
+        if low is not None:
+            into_a = low.T @ opened.mul_(up).to(low.dtype)
         return into_a, into_x
 
 
@@ -69,7 +70,8 @@ class Same:
 
 
 Prepare = Norm | Gate | Same
-"""Called with x it prepares it; backward(x, low, grad) gives low^T prepared(x), and the gradient in x for one in the prepared."""
+"""Called with x it prepares it; backward(x, low, grad) gives low^T prepared(x), and the gradient in x for one in the prepared, which it
+may use up."""
 
 # --- projections
 

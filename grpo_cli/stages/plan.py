@@ -17,6 +17,7 @@ from grpo_cli.config import (
     Combine,
     Control,
     Data,
+    Engine,
     Estimator,
     GrpoRun,
     Kl,
@@ -250,8 +251,9 @@ def table(cfg: GrpoRun) -> list[tuple[str, str]]:
         ("whole run", f"{'at most ' if tries else ''}{completions} completions, at most {completions * T} completion tokens"),
         (
             "micro-batches",
-            f"{budget} tokens each with padding: {rows} row{'s' if rows > 1 else ''} of the longest ({longest - T} + {T} tokens"
-            f"{', over the budget' if longest > budget else ''}), at most {math.ceil(B / rows)} per update",
+            f"{budget} tokens each: {rows} row{'s' if rows > 1 else ''} of the longest ({longest - T} + {T} tokens"
+            f"{', over the budget' if longest > budget else ''}), at most {math.ceil(B / rows)} per update"
+            f"{'; fewer where the native path reads a prompt once for its group' if cfg.rollout.engine is Engine.native else ''}",
         ),
         ("learning rate", _learning_rate(cfg, updates)),
         ("evaluations", f"{_points(cfg.eval_every, cfg.steps)}: {problems}"),
