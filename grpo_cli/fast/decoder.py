@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_cli.fast.ops import Adapter, Gate, Heads, Norm, Prepare, Same, project, shared_attention
+from grpo_cli.fast.ops import GATE, SAME, Adapter, Heads, Norm, Prepare, merged, project, shared_attention
 from grpo_cli.fast.packing import pack
 from grpo_cli.records import Batch
 
@@ -72,7 +72,7 @@ class Linears:
             if hasattr(module, "lora_A") and not module.disable_adapters:
                 (name,) = module.active_adapters
                 matrices = module.lora_A[name].weight, module.lora_B[name].weight
-                found.append(Adapter(*matrices, module.scaling[name], start, start + size))
+                found.append(Adapter(*matrices, module.scaling[name], slice(start, start + size)))
             start += size
         return found
 
@@ -89,10 +89,8 @@ class Linears:
         (weight, bias), adapters = self._joined(), self._adapters()
         if adapters and weight.dtype is torch.bfloat16:
             return self.__call__
-        if adapters:
-            weight = weight.clone()
-            for a, b, scaling, start, end in adapters:
-                weight[start:end].addmm_(b, a, alpha=scaling)
+        spans = tuple((adapter.scaling, adapter.out) for adapter in adapters)
+        weight = merged(weight, spans, tuple(matrix for adapter in adapters for matrix in adapter[:2]))
         product = _quick(weight, packed)
 
         def linear(x: Tensor, prepare: Prepare) -> Tensor:
@@ -141,9 +139,10 @@ class Decoder:
         return F.embedding(ids, self._lm.model.embed_tokens.weight)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, 1, D/2) cosines and sines."""
+        """(N, 1, D) cosines and sines, those of the first half with a minus, as `rotate` wants them."""
         cos, sin = self._lm.model.rotary_emb(self._lm.model.embed_tokens.weight, positions[None])
-        return cos[0, :, None, : self.head_dim // 2], sin[0, :, None, : self.head_dim // 2]
+        sin[..., : self.head_dim // 2].neg_()
+        return cos[0, :, None], sin[0, :, None]
 
     def final_norm(self, x: Tensor) -> Tensor:
         return _norm(self._lm.model.norm)(x)
@@ -184,9 +183,6 @@ class Decoder:
 
         x = self.run(self.embed(packed.ids), attend, self._linears, packed.kept)
         return self.final_norm(x[packed.predicts])
-
-
-SAME, GATE = Same(), Gate()
 
 
 def _norm(module) -> Norm:

@@ -14,6 +14,8 @@ from torch.autograd import Function
 
 # --- what is done to the input of a projection
 
+Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -30,15 +32,17 @@ class Norm:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         return (norm.square() / x.shape[-1] + self.eps).rsqrt()
 
-    def backward(self, x: Tensor, low: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        rrms, into_a, into_x = self._rrms(x), None, None
-        if low is not None:  # the normalised input itself is not made again
-            into_a = ((low * rrms).T @ x.to(low.dtype)) * self.weight
+    def backward(self, x: Tensor, a: Tensor | None, into_low: Tensor | None, grad: Tensor | None) -> Backward:
+        rrms, low, into_a, into_x = self._rrms(x), None, None, None
+        if a is not None:  # without making the normalised input again
+            wide = x.to(a.dtype)
+            low = (wide @ (a * self.weight).T).mul_(rrms)
+            into_a = ((into_low * rrms).T @ wide).mul_(self.weight)
         if grad is not None:
             scaled, wide = (grad * self.weight).to(rrms.dtype), x.to(rrms.dtype)
             along = (scaled * wide).sum(-1, keepdim=True).mul_(rrms**3 / x.shape[-1])
             into_x = scaled.mul_(rrms).addcmul_(wide, along, value=-1).to(x.dtype)
-        return into_a, into_x
+        return low, into_a, into_x
 
 
 class Gate:
@@ -48,94 +52,98 @@ class Gate:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
-    def backward(self, x: Tensor, low: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, x: Tensor, a: Tensor | None, into_low: Tensor | None, grad: Tensor | None) -> Backward:
         gate, up = x.chunk(2, dim=-1)
-        opened, into_a, into_x = F.silu(gate), None, None
+        opened, low, into_a, into_x = F.silu(gate), None, None, None
         if grad is not None:
             into_x = torch.empty_like(x)
             into_gate, into_up = into_x.chunk(2, dim=-1)
             torch.mul(grad, opened, out=into_up)
             torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=into_gate)
-        if low is not None:
-            into_a = low.T @ opened.mul_(up).to(low.dtype)
-        return into_a, into_x
+        if a is not None:
+            low, into_a, _ = SAME.backward(opened.mul_(up), a, into_low, None)
+        return low, into_a, into_x
 
 
 class Same:
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def backward(self, x: Tensor, low: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return None if low is None else low.T @ x.to(low.dtype), grad
+    def backward(self, x: Tensor, a: Tensor | None, into_low: Tensor | None, grad: Tensor | None) -> Backward:
+        if a is None:
+            return None, None, grad
+        wide = x.to(a.dtype)
+        return wide @ a.T, into_low.T @ wide, grad
 
 
+SAME, GATE = Same(), Gate()
 Prepare = Norm | Gate | Same
-"""Called with x it prepares it; backward(x, low, grad) gives low^T prepared(x), and the gradient in x for one in the prepared, which it
-may use up."""
+"""Called with x it prepares the input of a projection. backward(x, a, into_low, grad) gives, for LoRA's stacked matrices a (R, in),
+prepared(x) a^T and the gradient of a, into_low (N, R) being the one of the former; and the gradient in x for one in prepared(x), `grad`,
+which it may use up."""
 
 # --- projections
 
 
 class Adapter(NamedTuple):
-    """LoRA of one part of a fused projection: scaling x A^T B^T added to the outputs from `start` to `end`."""
+    """LoRA of one part of a fused projection: scaling x A^T B^T added to the outputs `out`."""
 
     a: Tensor
     b: Tensor
     scaling: float
-    start: int
-    end: int
+    out: slice
 
 
 class _Project(Function):
     @staticmethod
     def forward(ctx, x, prepare: Prepare, weight, bias, spans, *matrices):
-        prepared = prepare(x)
+        ctx.prepare, ctx.spans, prepared = prepare, spans, prepare(x)
+        ctx.save_for_backward(x, weight, *matrices)
+        if weight.dtype is not torch.bfloat16:
+            return F.linear(prepared, merged(weight, spans, matrices), bias)
+        # In bfloat16 a merge would round small updates away.
         y = F.linear(prepared, weight, bias)
-        a, bs = torch.cat(matrices[::2]) if spans else None, matrices[1::2]
-        low = prepared.to(a.dtype) @ a.T if spans else None
-        for (scaling, out, rank), b in zip(spans, bs, strict=True):
-            _add_product(y[:, out], low[:, rank], b.T, scaling)
-        ctx.prepare, ctx.spans = prepare, spans
-        ctx.save_for_backward(x, weight, a, low, *bs)
+        for (scaling, out), a, b in zip(spans, matrices[::2], matrices[1::2], strict=True):
+            y[:, out].add_((prepared.to(a.dtype) @ a.T) @ b.T, alpha=scaling)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight, a, low, *bs = ctx.saved_tensors
-        grads, into_low, into = [], None, None
-        if ctx.spans:
-            into_low = torch.empty_like(low)
-            for (scaling, out, rank), b in zip(ctx.spans, bs, strict=True):
-                part = grad[:, out].to(b.dtype)
-                into_low[:, rank] = (part @ b).mul_(scaling)
-                grads += [None, (part.T @ low[:, rank]).mul_(scaling)]
+        x, weight, *matrices = ctx.saved_tensors
+        spans, sides, a, into_low, into = ctx.spans, matrices[1::2], None, None, None
+        if spans:
+            a = torch.cat(matrices[::2])
+            into_low = torch.cat(
+                [(grad[:, out].to(b.dtype) @ b).mul_(scaling) for (scaling, out), b in zip(spans, sides, strict=True)], dim=1
+            )
         if ctx.needs_input_grad[0]:
-            into = grad @ weight
-            if ctx.spans:
-                _add_product(into, into_low, a, 1.0)
-        into_a, into_x = ctx.prepare.backward(x, into_low, into)
-        if ctx.spans:
-            grads[::2] = into_a.split([b.shape[1] for b in bs])
+            if weight.dtype is not torch.bfloat16:
+                into = grad @ merged(weight, spans, matrices)
+            else:
+                into = grad @ weight
+                into = into.add_(into_low @ a) if spans else into
+        low, into_a, into_x = ctx.prepare.backward(x, a, into_low, into)
+        grads = []
+        if spans:
+            ranks = [b.shape[1] for b in sides]
+            for (scaling, out), part, b_low in zip(spans, into_a.split(ranks), low.split(ranks, dim=1), strict=True):
+                grads += [part, (grad[:, out].to(b_low.dtype).T @ b_low).mul_(scaling)]
         return into_x, None, None, None, None, *grads
 
 
-def _add_product(y: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:
-    """y += scaling left right, in place, whatever the three dtypes."""
-    if y.dtype == left.dtype:
-        y.addmm_(left, right, alpha=scaling)
-    else:
-        y.add_(left @ right, alpha=scaling)
+def merged(weight: Tensor, spans: tuple[tuple[float, slice], ...], matrices: tuple[Tensor, ...]) -> Tensor:
+    """The weight with all its adapters added, a copy if there are any."""
+    if spans:
+        weight = weight.clone()
+        for (scaling, out), a, b in zip(spans, matrices[::2], matrices[1::2], strict=True):
+            weight[out].addmm_(b, a.to(b.dtype), alpha=scaling)
+    return weight
 
 
 def project(x: Tensor, prepare: Prepare, weight: Tensor, bias: Tensor | None, adapters: list[Adapter]) -> Tensor:
     """prepare(x) W^T + b plus what the adapters add; gradients go to x and to the adapters alone."""
-    spans, matrices, rank = [], [], 0
-    for adapter in adapters:
-        end = rank + adapter.a.shape[0]
-        spans.append((adapter.scaling, slice(adapter.start, adapter.end), slice(rank, end)))
-        matrices += [adapter.a, adapter.b]
-        rank = end
-    return _Project.apply(x, prepare, weight, bias, tuple(spans), *matrices)
+    spans = tuple((adapter.scaling, adapter.out) for adapter in adapters)
+    return _Project.apply(x, prepare, weight, bias, spans, *(matrix for adapter in adapters for matrix in adapter[:2]))
 
 
 # --- attention
@@ -149,13 +157,15 @@ class Heads(NamedTuple):
     scale: float
 
 
-def rotate(heads_NKD: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, first: int) -> Tensor:
-    """The `first` heads turned by the rotary position (halves, as in Llama), the others copied."""
-    turned = torch.empty_like(heads_NKD)
-    half = heads_NKD.shape[-1] // 2
-    a, b = heads_NKD[:, :first, :half], heads_NKD[:, :first, half:]
-    torch.mul(a, cos_N1d, out=turned[:, :first, :half]).addcmul_(b, sin_N1d, value=-1)
-    torch.mul(b, cos_N1d, out=turned[:, :first, half:]).addcmul_(a, sin_N1d)
+def rotate(heads_NKD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, first: int) -> Tensor:
+    """The `first` heads turned by the rotary position, (a, b) -> (a cos - b sin, b cos + a sin) for halves a, b; the others copied.
+
+    sin holds -sin in its first half, so that the gradient is turned back by -sin.
+    """
+    turned, half = torch.empty_like(heads_NKD), heads_NKD.shape[-1] // 2
+    still = heads_NKD[:, :first]
+    torch.mul(still, cos_N1D, out=turned[:, :first])
+    turned[:, :first].addcmul_(torch.cat([still[..., half:], still[..., :half]], dim=-1), sin_N1D)
     turned[:, first:] = heads_NKD[:, first:]
     return turned
 
@@ -303,11 +313,11 @@ def masked_attention(heads_NKD: Tensor, cos: Tensor, sin: Tensor, heads: Heads, 
     return torch.cat(parts).flatten(1)
 
 
-def shared_attention(heads_NKD: Tensor, cos_N1d: Tensor, sin_N1d: Tensor, heads: Heads, layout: Layout) -> Tensor:
+def shared_attention(heads_NKD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, heads: Heads, layout: Layout) -> Tensor:
     """(N, queries x D): causal attention of prompts, and of completions to their prompt and to themselves."""
     if heads_NKD.device.type == "cpu":
-        return _SharedAttention.apply(heads_NKD, cos_N1d, sin_N1d, heads, layout)
-    return masked_attention(heads_NKD, cos_N1d, sin_N1d, heads, layout)
+        return _SharedAttention.apply(heads_NKD, cos_N1D, sin_N1D, heads, layout)
+    return masked_attention(heads_NKD, cos_N1D, sin_N1D, heads, layout)
 
 
 # --- head

@@ -151,7 +151,8 @@ def test_the_attention_of_other_devices_is_that_of_the_cpu(model_folder, lengths
     draw = torch.Generator().manual_seed(0)
     heads = Heads(queries=4, keys=2, scale=0.3)
     inputs = torch.randn(len(packed.ids), 8, 6, dtype=torch.float64, generator=draw, requires_grad=True)
-    cos, sin = (torch.randn(len(packed.ids), 1, 3, dtype=torch.float64, generator=draw) for _ in range(2))
+    cos, half = (torch.randn(len(packed.ids), 1, width, dtype=torch.float64, generator=draw) for width in (6, 3))
+    sin = torch.cat([-half, half], dim=-1)
     weights = torch.randn(len(packed.ids), 24, dtype=torch.float64, generator=draw)
     found = [attention(inputs, cos, sin, heads, packed.layout) for attention in (shared_attention, masked_attention)]
     slopes = [torch.autograd.grad((out * weights).sum(), inputs)[0] for out in found]
