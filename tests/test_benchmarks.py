@@ -35,14 +35,16 @@ def test_the_floor_counts_the_prompt_once_and_every_completion_token_but_the_las
     forward, head = 132 + 40, 60
     # Rollout, reference, update; the update's forward leaves out the prompt (44 + 8). Backward: 132 and 10 x 2 per pair; the head twice.
     update = forward - 52 + 132 + 100 + 2 * head
-    assert floor.floor_s(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE) == pytest.approx(2 * (forward + head) + update)
+    found = floor.floors(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE)
+    assert found["rollout_floor_s"] == pytest.approx(forward + head)
+    assert found["floor_s"] == pytest.approx(2 * (forward + head) + update)
 
 
 def test_without_a_cache_decoding_takes_the_time_of_its_bytes(tmp_path, floor, monkeypatch):
-    cached = floor.floor_s(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE)
+    cached = floor.floors(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE)["rollout_floor_s"]
     monkeypatch.setattr(floor, "cache_bytes", lambda: 0)
     # One decoding step reads 32 weights and keys and values of 1 + 2 x 2 / 2 tokens, 4 each, in 4 bytes; its FLOPs were 88 + 32 + 40.
-    assert floor.floor_s(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE) - cached == pytest.approx(4 * (32 + 4 * 3) - 160)
+    assert floor.floors(one_layer(tmp_path), 1, 2, 1, 2, 1, MACHINE)["rollout_floor_s"] - cached == pytest.approx(4 * (32 + 4 * 3) - 160)
 
 
 def test_the_benchmark_times_whole_steps_of_a_run(tmp_path):

@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from floor import floor_s
+from floor import floors
 from material import model_path
 from rich.console import Console
 from rich.table import Table
@@ -140,13 +140,13 @@ def measure(name: str, setting: Setting, rounds: int, has_trl: bool, machine: di
             except RuntimeError as error:
                 result = str(error)
             print(f"{name}: {contender}, round {turn + 1} of {rounds}: {result}", flush=True)
-    floor = floor_s(model, setting.P, setting.G, setting.S, setting.T, setting.updates, machine)
+    floor = floors(model, setting.P, setting.G, setting.S, setting.T, setting.updates, machine)
     ours, rows = figures("ours", runs["ours"], setting.updates), []
     for peer in setting.peers or ("trl",):
         theirs = figures("trl", runs.get(peer, []), setting.updates)
         both = ours["ours_s"] and theirs["trl_s"]
         row = {"setting": name + peer.removeprefix("trl")} | ours | theirs | {"ratio": both and theirs["trl_s"] / ours["ours_s"]}
-        row |= {"floor_s": floor, "share_of_floor": ours["ours_s"] and floor / ours["ours_s"]}
+        row |= floor | {"share_of_floor": ours["ours_s"] and floor["floor_s"] / ours["ours_s"]}
         rows.append(row | {"work": asdict(setting) | {"rounds": rounds}})
     return rows
 

@@ -12,11 +12,12 @@ def cache_bytes() -> int:
     return int(file.read_text().strip().removesuffix("K")) * 1024 if file.exists() else 0
 
 
-def floor_s(model: Path, P: int, G: int, S: int, T: int, updates: int, machine: dict) -> float:
-    """Seconds per optimizer step of the least work known: P prompts of S tokens read once per group, G completions of T tokens each.
+def floors(model: Path, P: int, G: int, S: int, T: int, updates: int, machine: dict) -> dict[str, float]:
+    """Seconds per optimizer step of the least work known, and the rollout's part of them: P prompts of S tokens, G completions of T each.
 
-    The base is frozen, so a backward pass costs the gradients of activations alone; the first update reuses the prefill; the head makes two
-    products in training; decoding takes its FLOPs or its bytes, whichever is longer (no bytes when all of it fits the cache).
+    A prompt is read once per group and its prefill serves the first update too. The base is frozen, so a backward pass costs the gradients
+    of activations alone; the head makes two products in training. Decoding takes its FLOPs or its bytes, whichever is longer (no bytes when
+    all of it fits the cache).
     """
     c = json.loads((model / "config.json").read_text())
     h, i, layers = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
@@ -42,5 +43,7 @@ def floor_s(model: Path, P: int, G: int, S: int, T: int, updates: int, machine: 
     element = 2 if cuda else 4
     step_bytes = element * (linear + lora + head + 2 * layers * kv * P * (S + G * T / 2))
     cached = not cuda and step_bytes < cache_bytes()
-    decode = max((completions + heads) / machine["gflops"] / 1e9, 0 if cached else fed * step_bytes / machine["gbs"] / 1e9)
-    return ((prompts + first_token + reference + train) / machine["gflops"] / 1e9 + decode) / updates
+    rate, bandwidth = machine["gflops"] * 1e9, machine["gbs"] * 1e9
+    decode = max((completions + heads) / rate, 0 if cached else fed * step_bytes / bandwidth)
+    rollout = (prompts + first_token) / rate + decode
+    return {"floor_s": (rollout + (reference + train) / rate) / updates, "rollout_floor_s": rollout / updates}
