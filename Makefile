@@ -61,7 +61,7 @@ assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one st
 	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
 	$(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/model outputs/assets/tiny
 
-bench: $(READY) $(SMOLLM2)  ## Time a step beside TRL's (45 minutes on one core; ARGS="--quick" takes two)
+bench: $(READY) $(SMOLLM2)  ## Time a step beside TRL's (25 minutes on one core; ARGS="--quick" takes two)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
