@@ -7,7 +7,7 @@ SMOLLM2 := $(VENV)/.smollm2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format wheel recipes assets gpu-check clean
+.PHONY: help setup demo test check format wheel recipes assets bench gpu-check clean
 
 help:  ## This list
 	@grep -hE '^[a-z/<>_-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([^:]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -61,15 +61,20 @@ assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one st
 	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
 	$(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/model outputs/assets/tiny
 
+bench: $(READY) $(SMOLLM2)  ## Time a step beside TRL's (25 minutes on one core; ARGS="--quick" takes two)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
 # PYTHON names an interpreter that has torch with CUDA, transformers and peft; what else is needed comes from the registry or, without
 # a network, from WHEELS, a folder of wheels (hydra-core, omegaconf, antlr4-python3-runtime, rich, pytest, ...).
 WHEELS ?=
-gpu-check:  ## On a CUDA machine: the gpu tests and the demo, with PYTHON=python3 WHEELS=FOLDER
+gpu-check:  ## On a CUDA machine: the gpu tests, the demo and a benchmark, with PYTHON=python3 WHEELS=FOLDER
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
 	.venv-gpu/bin/python -m pip install --quiet $(if $(WHEELS),--no-index --find-links $(WHEELS)) hydra-core==1.3.8 rich pytest hypothesis setuptools wheel
 	.venv-gpu/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	.venv-gpu/bin/python -m pytest -m gpu
 	.venv-gpu/bin/grpo-train device=cuda tracker=none hydra.run.dir=outputs/gpu-check/$$(date +%s)
+	.venv-gpu/bin/python tests/benchmarks/bench.py --quick
 
 clean:  ## Remove .venv, build leftovers and caches; outputs/ stays
 	rm -rf $(VENV) .venv-gpu build dist *.egg-info .pytest_cache .ruff_cache
