@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_cli.cli import TRAIN
 from grpo_cli.compose import Composer, convert
 from grpo_cli.stages import grpo
+from grpo_cli.tracking.files import KINDS
 
 SMALL = [
     "steps=9",
@@ -52,7 +53,7 @@ def raw(folder: Path, name: str) -> list[dict]:
 
 
 def numbers(folder: Path) -> dict[str, list[dict]]:
-    return {name: rows(folder, name) for name in ("metrics", "groups", "eval", "samples")}
+    return {name: rows(folder, name) for name in KINDS}
 
 
 def dies(folder: Path, prepare: Callable[[], None], *overrides: str) -> None:

@@ -123,9 +123,10 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
 
     def held_out() -> None:
         tracker.status(f"evaluating {len(heldout)} held-out problems")
-        metrics = evaluate(policy, heldout, rules, cfg.evaluation, cfg.rollout, cfg.seed)
+        metrics, solved = evaluate(policy, heldout, rules, cfg.evaluation, cfg.rollout, cfg.seed)
         progress.note_evaluation(metrics, cfg.stop.metric)
         tracker.evaluation(progress.step, metrics)
+        tracker.solved(progress.step, solved)
         summarise()
 
     def save() -> None:
