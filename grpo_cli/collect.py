@@ -3,7 +3,7 @@
 Knows the sampler, the rules and the curriculum, but nothing of losses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,8 @@ class Collected:
     scores: Scores | None
     tokens: int
     """Sampled in all, dropped groups included."""
+    dropped_tokens: list[int]
+    """Tokens of each completion in the dropped groups."""
     metrics: dict[str, float]
 
 
@@ -46,7 +48,7 @@ def collect(
     resample_tries > 0: groups that are all right or all wrong by the accuracy rule itself (not by the shaped reward) are dropped and
     replaced by new problems, in at most so many further rollouts.
     """
-    groups, parts, tokens, passed_over = [], [], 0, 0
+    groups, parts, tokens, passed_over, dropped_tokens = [], [], 0, 0, []
     dropped = {"all_right": 0, "all_wrong": 0}
     for attempt in range(1 + resample_tries):
         drawn = [prompts[number] for number in curriculum.draw(P - len(groups))]
@@ -66,20 +68,25 @@ def collect(
             keep_P = ~(all_right_P | all_wrong_P)
             dropped["all_right"] += int(all_right_P.sum())
             dropped["all_wrong"] += int(all_wrong_P.sum())
-        groups += [group for group, keep in zip(new, keep_P.tolist(), strict=True) if keep]
+        for group, keep in zip(new, keep_P.tolist(), strict=True):
+            if keep:
+                groups.append(group)
+            else:
+                dropped_tokens += [len(c.token_ids) for c in group.completions]
         parts.append(_kept(scores, keep_P))
         if len(groups) == P:
             break
     metrics = {"group/rollouts": attempt + 1, "data/passed_over": passed_over}
     metrics |= {f"group/dropped_{why}": count for why, count in dropped.items()} if resample_tries else {}
-    return Collected(groups, _joined(parts) if groups else None, tokens, metrics)
+    return Collected(groups, _joined(parts) if groups else None, tokens, dropped_tokens, metrics)
 
 
 def _kept(scores: Scores, keep_P: torch.Tensor) -> Scores:
     G = scores.total_PG.shape[1]
     rule_PG = {name: values[keep_P] for name, values in scores.rule_PG.items()}
     steps_B = [steps for row, steps in enumerate(scores.steps_B) if keep_P[row // G]]
-    return Scores(rule_PG, scores.total_PG[keep_P], scores.right_PG[keep_P], steps_B, scores.not_applicable, scores.errors, scores.examples)
+    kept = {name: getattr(scores, name)[keep_P] for name in ("total_PG", "right_PG", "stand_in_PG")}
+    return replace(scores, rule_PG=rule_PG, steps_B=steps_B, **kept)
 
 
 def _joined(parts: list[Scores]) -> Scores:
@@ -92,4 +99,5 @@ def _joined(parts: list[Scores]) -> Scores:
         {name: sum(part.not_applicable[name] for part in parts) for name in names},
         {name: sum(part.errors[name] for part in parts) for name in names},
         {name: example for part in reversed(parts) for name, example in part.examples.items()},
+        torch.cat([part.stand_in_PG for part in parts]),
     )

@@ -1,6 +1,7 @@
 """Held-out evaluation: greedy and sampled accuracy, pass@k and reward, each with its n and standard error."""
 
 from math import comb, nan
+from typing import Any
 
 from torch import Tensor
 
@@ -19,9 +20,10 @@ def evaluate(
     evaluation: Evaluation,
     rollout: Rollout,
     seed: int,
-) -> dict[str, float]:
-    """Every problem once greedily and evaluation.samples_per_problem times at the training temperature.
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The metrics, and how often each problem was solved.
 
+    Every problem is tried once greedily and evaluation.samples_per_problem times at the training temperature.
     The uniforms are the same at every evaluation of a run, so two of its checkpoints are compared on paired draws. eval/accuracy is
     the sampled accuracy. Standard errors of sampled figures are over problems, since samples of one problem are no independent evidence;
     of one problem they are NaN. ValueError when the accuracy rule judges none of the completions.
@@ -47,7 +49,9 @@ def evaluate(
     for name, rule_PG in sampled.rule_PG.items():
         metrics[f"eval/rule/{name}"] = rule_PG.double().nanmean().item()
     lengths = [len(c.token_ids) for group in groups for c in group.completions]
-    return metrics | {"eval/tokens": sum(lengths) / len(lengths)}
+    ids, right_P = [prompt.problem.id for prompt in prompts], sampled.right_PG.sum(dim=1).tolist()
+    solved = {"greedy": dict(zip(ids, greedy.right_PG[:, 0].int().tolist(), strict=True)), "sampled": dict(zip(ids, right_P, strict=True))}
+    return metrics | {"eval/tokens": sum(lengths) / len(lengths)}, {"samples": G, **solved}
 
 
 def pass_at(right_P: Tensor, n: int, k: int) -> Tensor:

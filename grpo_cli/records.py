@@ -122,6 +122,8 @@ class Scores:
     """Completions on which each rule failed; they have its on_error."""
     examples: dict[str, str]
     """What went wrong first, for each rule that failed."""
+    stand_in_PG: Tensor
+    """Bool: the total stands in for a verdict: a rule failed on the completion, or no rule with a weight applied to it."""
 
 
 @dataclass

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from grpo_cli.cli import TRAIN
 from grpo_cli.compose import Composer, convert
+from grpo_cli.ledger import MEASURES, PARTS
 from grpo_cli.stages import grpo
+from grpo_cli.tracking.files import KINDS
 
 SMALL = [
     "steps=9",
@@ -27,6 +29,9 @@ SMALL = [
 ]
 
 
+TIMES = ("time/", "speed/", "memory/", "ledger/rollout_s/", "ledger/update_s/")
+
+
 def config(*overrides: str):
     words = [*SMALL, *overrides]
     with Composer(TRAIN, None, None) as composer:
@@ -34,7 +39,28 @@ def config(*overrides: str):
 
 
 def train(folder: Path, *overrides: str) -> dict:
-    return grpo.run(config(*overrides), folder, list(overrides))
+    summary = grpo.run(config(*overrides), folder, list(overrides))
+    adds_up(folder, summary)
+    return summary
+
+
+def adds_up(folder: Path, summary: dict) -> None:
+    """At every step each completion sampled so far, each of its tokens and each second is in one part of the ledger."""
+    groups, past = raw(folder, "groups"), {"dropped": 0, "rollout_s": 0.0, "update_s": 0.0}
+    for row in raw(folder, "metrics"):
+        ledger = {measure: {part: row[f"ledger/{measure}/{part}"] for part in PARTS} for measure in MEASURES}
+        past["dropped"] += row.get("group/dropped_all_right", 0) + row.get("group/dropped_all_wrong", 0)
+        lengths = [length for group in groups if group["step"] <= row["step"] for length in group["lengths"]]
+        assert ledger["completions"]["filtered"] == past["dropped"] * len(groups[0]["rewards"])
+        assert sum(ledger["completions"].values()) == len(lengths) + ledger["completions"]["filtered"]
+        assert sum(ledger["tokens"].values()) == sum(lengths) + ledger["tokens"]["filtered"]
+        for measure in ("rollout_s", "update_s"):
+            past[measure] += row[f"time/{measure}"]
+            assert abs(sum(ledger[measure].values()) - past[measure]) < 1e-6
+        assert ledger["update_s"]["filtered"] == 0
+        if row["step"] == summary["step"]:
+            assert summary["ledger"] == {part: {measure: ledger[measure][part] for measure in MEASURES} for part in PARTS}
+            assert sum(ledger["tokens"].values()) == summary["tokens"]
 
 
 def rows(folder: Path, name: str) -> list[dict]:
@@ -42,7 +68,7 @@ def rows(folder: Path, name: str) -> list[dict]:
     kept = []
     for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        kept.append({key: value for key, value in row.items() if not key.startswith(("time/", "speed/", "memory/"))})
+        kept.append({key: value for key, value in row.items() if not key.startswith(TIMES)})
     return kept
 
 
@@ -52,7 +78,7 @@ def raw(folder: Path, name: str) -> list[dict]:
 
 
 def numbers(folder: Path) -> dict[str, list[dict]]:
-    return {name: rows(folder, name) for name in ("metrics", "groups", "eval", "samples")}
+    return {name: rows(folder, name) for name in KINDS}
 
 
 def dies(folder: Path, prepare: Callable[[], None], *overrides: str) -> None:

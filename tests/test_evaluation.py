@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs import raw, train
+from runs import raw, rows, train
 
 from grpo_cli import cli
 from grpo_cli.evaluation import _with_error
@@ -49,3 +49,15 @@ def test_the_closing_lines_show_an_error_only_where_it_is_known(tmp_path):
 def test_an_accuracy_rule_that_judges_nothing_ends_the_run_at_its_first_evaluation(tmp_path):
     with pytest.raises(ValueError, match=r"^the accuracy rule accuracy does not apply .*: try .*reward\.rules\.accuracy\.fn=package"):
         train(tmp_path, "reward.rules.accuracy.fn=test_evaluation:silent")
+
+
+def test_an_evaluation_keeps_how_often_each_problem_was_solved(tmp_path):
+    train(tmp_path, "steps=3", "data.eval.limit=7")
+    evaluations, solved = rows(tmp_path, "eval"), rows(tmp_path, "eval_problems")
+    assert [row["step"] for row in solved] == [row["step"] for row in evaluations] == [0, 3]
+    for figures, row in zip(evaluations, solved, strict=True):
+        assert row["samples"] == 2 and len(row["greedy"]) == 7 and list(row["greedy"]) == list(row["sampled"])
+        assert set(row["greedy"].values()) <= {0, 1} and set(row["sampled"].values()) <= {0, 1, 2}
+        assert sum(row["greedy"].values()) / 7 == pytest.approx(figures["eval/accuracy_greedy"])
+        assert sum(row["sampled"].values()) / 14 == pytest.approx(figures["eval/accuracy"])
+    assert solved[0]["sampled"].keys() == solved[1]["sampled"].keys() and "eval_problems" not in evaluations[0]

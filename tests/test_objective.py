@@ -197,7 +197,7 @@ def paper_batch(**changes) -> Batch:
 
 
 def scores_of(total_PG: Tensor) -> Scores:
-    return Scores({"a": total_PG}, total_PG, total_PG >= 1, [], {"a": 0}, {"a": 0}, {})
+    return Scores({"a": total_PG}, total_PG, total_PG >= 1, [], {"a": 0}, {"a": 0}, {}, total_PG.isnan())
 
 
 IN_REWARD = kl_section(placement=Placement.reward, estimator=Estimator.k1)
@@ -232,7 +232,7 @@ def test_the_kl_in_the_reward_of_process_supervision_is_each_tokens_own_to_the_e
 
 def test_assign_normalises_rules_apart_when_asked():
     rules = {"a": torch.tensor([[1.0, 0.0]]), "b": torch.tensor([[0.0, 10.0]])}
-    scores = Scores(rules, rules["a"] + 0.5 * rules["b"], rules["a"] >= 1, [], {}, {}, {})
+    scores = Scores(rules, rules["a"] + 0.5 * rules["b"], rules["a"] >= 1, [], {}, {}, {}, rules["a"].isnan())
     algorithm = algorithm_section(combine=Combine.normalise_first)
     advantages = assign(scores, {"a": 1.0, "b": 0.5}, [], paper_batch(), 0.0, algorithm, kl_section())
     assert advantages[:, 0].tolist() == pytest.approx([0.35355, -0.35355], abs=1e-5)

@@ -141,4 +141,5 @@ def tally(rules: dict[str, Rule], samples: list[Sample], verdicts_B: list[dict[s
         {name: int(values.isnan().sum()) for name, values in rule_PG.items()},
         {name: sum(name in weighed.errors for weighed in weighed_B) for name in rules},
         examples,
+        torch.tensor([bool(weighed.errors) or not weighed.steps for weighed in weighed_B]).view(P, -1),
     )

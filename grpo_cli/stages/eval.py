@@ -29,7 +29,7 @@ def run(cfg: GrpoRun, folder: Path, which: str, overrides: list[str]) -> dict:
         raise ValueError(f"no held-out prompt fits: try a larger data.max_prompt_tokens (now {cfg.data.max_prompt_tokens})")
     check_native(policy, prompts[0], 1, cfg.rollout, cfg.seed)
     with Rules(cfg.reward, cfg.device) as rules:
-        metrics = evaluate(policy, prompts, rules, cfg.evaluation, cfg.rollout, cfg.seed)
+        metrics, _ = evaluate(policy, prompts, rules, cfg.evaluation, cfg.rollout, cfg.seed)
     (folder / "evaluations").mkdir(exist_ok=True)
     under = "-" + hashlib.sha256("\0".join(sorted(overrides)).encode()).hexdigest()[:8] if overrides else ""
     file = folder / "evaluations" / f"{found.name}{under}.json"

@@ -13,6 +13,7 @@ from grpo_cli.curriculum import Curriculum, load_pass_rates
 from grpo_cli.data import fingerprint, load_problems
 from grpo_cli.evaluation import evaluate
 from grpo_cli.kl import BetaSchedule
+from grpo_cli.ledger import Totals, book, opened, partition, sentence
 from grpo_cli.measures import group_rows, rollout_metrics, sample_rows
 from grpo_cli.optim import build_optimizer
 from grpo_cli.policy import Policy, load_policy, sampled_from
@@ -22,6 +23,7 @@ from grpo_cli.rewards.control import shuffled_golds
 from grpo_cli.rollout import check_native, token_of
 from grpo_cli.runtime import Interrupts, Stopwatch, hydra_override, peak_memory_gib, pick_device, script, use_threads
 from grpo_cli.tracking import Tracker, announce
+from grpo_cli.tracking.files import read_rows
 from grpo_cli.update import improve
 
 
@@ -40,6 +42,7 @@ class Progress:
     cursor: int = 0
     pass_rates: dict[str, dict] = field(default_factory=dict)
     """The state of the curriculum."""
+    ledger: Totals = field(default_factory=opened)
     origin: dict = field(default_factory=dict)
     """What the run started from: its config, and fingerprints of its model and data."""
 
@@ -122,14 +125,16 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
             training_seconds=round(progress.seconds, 2),
             peak_memory_gib=round(peak_memory_gib(device), 3),
             evaluation=progress.evaluations,
+            ledger=progress.ledger,
             **changes,
         )
 
     def held_out() -> None:
         tracker.status(f"evaluating {len(heldout)} held-out problems")
-        metrics = evaluate(policy, heldout, rules, cfg.evaluation, cfg.rollout, cfg.seed)
+        metrics, solved = evaluate(policy, heldout, rules, cfg.evaluation, cfg.rollout, cfg.seed)
         progress.note_evaluation(metrics, cfg.stop.metric)
         tracker.evaluation(progress.step, metrics)
+        tracker.solved(progress.step, solved)
         summarise()
 
     def save() -> None:
@@ -184,6 +189,8 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
                 failed.add(rule)
             progress.note_step(got.tokens, clock.total)
             metrics = rollout_metrics(groups, scores, cfg.algorithm.std) | got.metrics | update.metrics | {"kl/beta": beta, "optim/lr": lr}
+            parts_B = partition(scores, assign(scores, rules.weights, steps_B, batch, 0.0, cfg.algorithm, cfg.kl), batch.trained_B)
+            metrics |= book(progress.ledger, parts_B, batch.completion_lengths_B.tolist(), got.dropped_tokens, clock.laps)
             metrics |= clock.metrics() | {"speed/tokens_per_s": got.tokens / clock.total, "memory/peak_gib": peak_memory_gib(device)}
             tracker.step(step, metrics, group_rows(step, groups, scores, update.kl_B, cfg.algorithm.std))
             if step % cfg.sample_every == 0 or step == 1:
@@ -198,7 +205,9 @@ def _train(cfg: GrpoRun, folder: runfolder.RunFolder, interrupts: Interrupts, ru
         status, reason = outcome
         exported = checkpoint.export(folder.path, policy, "best")
         summarise(status=status, reason=reason)
-        tracker.finish(status, reason, _closing_lines(progress, folder.path, exported.name, status))
+        rows = read_rows(folder.path / "metrics.jsonl", progress.step)
+        signal = [f"signal             {sentence(rows, folder.path, cfg.reward, G, T)}"] if rows else []
+        tracker.finish(status, reason, [*_closing_lines(progress, folder.path, exported.name, status), *signal])
         return folder.summary
     except KeyboardInterrupt:
         tracker.finish("interrupted", f"after step {progress.step}", [_how_to_continue(folder.path)])

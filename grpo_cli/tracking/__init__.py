@@ -75,6 +75,10 @@ class Tracker:
             self._sink.evaluation(step, metrics)
         self._show("evaluation", step, metrics)
 
+    def solved(self, step: int, row: dict[str, Any]) -> None:
+        """How often each held-out problem was solved: for the file alone."""
+        self._files.append("eval_problems", [{"step": step, **row}])
+
     def status(self, text: str) -> None:
         """What is being done now; it does not stay."""
         self._show("status", text)

@@ -20,6 +20,7 @@ SHOWN = {
     "kl/beta": "beta",
     "completion/tokens": "len",
     "group/frac_zero_std": "zero_std",
+    "reward/signal_frac": "signal",
     "optim/lr": "lr",
 }
 SPARK_STEPS = 40

@@ -1,4 +1,4 @@
-"""The run folder's row files: metrics, groups, samples and eval, one JSON object a line.
+"""The run folder's row files: metrics, groups, samples, eval and eval_problems, one JSON object a line.
 
 They are the truth about a run. A killed process loses nothing that was written; knows nothing of wandb or the terminal.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_cli.runfolder import finite
 
-KINDS = ("metrics", "groups", "samples", "eval")
+KINDS = ("metrics", "groups", "samples", "eval", "eval_problems")
 
 
 class RowFiles:

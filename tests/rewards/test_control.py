@@ -22,7 +22,7 @@ def test_shuffled_golds_are_all_there_and_none_is_its_own():
 
 def test_random_totals_are_coins_that_steps_and_attempts_do_not_share():
     zeros = torch.zeros(50, 8)
-    scores = Scores({"r": zeros}, zeros, zeros >= 1, [], {}, {}, {})
+    scores = Scores({"r": zeros}, zeros, zeros >= 1, [], {}, {}, {}, zeros > 0)
     coins = [random_totals(scores, 1, step, attempt).total_PG for step, attempt in ((1, 0), (1, 1), (2, 0))]
     # 400 coins: the standard deviation of their mean is 0.025
     assert all(set(c.unique().tolist()) == {0, 1} and 0.4 < c.mean() < 0.6 for c in coins)

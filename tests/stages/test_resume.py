@@ -35,7 +35,7 @@ MOMENTS = {
     "inside the first save": kill_on_call(Policy, "save", 1, after=True),
     "inside the first rollout": kill_on_call(collect, "uniforms", 1),
     "between a step and its row": kill_on_call(Tracker, "step", 3),
-    "between groups.jsonl and metrics.jsonl": kill_on_call(RowFiles, "append", 6),
+    "between groups.jsonl and metrics.jsonl": kill_on_call(RowFiles, "append", 7),
     "behind an evaluation, before its save": kill_on_call(Tracker, "evaluation", 3, after=True),
     "inside a later save": kill_on_call(torch, "save", 3),
     "behind the rename, before the pointers": kill_on_call(checkpoint, "point", 2),
