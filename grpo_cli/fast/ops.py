@@ -136,7 +136,7 @@ def merged(weight: Tensor, spans: tuple[tuple[float, slice], ...], matrices: tup
     if spans:
         weight = weight.clone()
         for (scaling, out), a, b in zip(spans, matrices[::2], matrices[1::2], strict=True):
-            weight[out].addmm_(b, a.to(b.dtype), alpha=scaling)
+            weight[out].addmm_(b, a, alpha=scaling)
     return weight
 
 
