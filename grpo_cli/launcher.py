@@ -129,7 +129,7 @@ class IsolatedLauncher(Launcher):
             raise KeyboardInterrupt
         # A failure is told and recorded already; raised out of a JobReturn it would end a sweep of several batches.
         return [
-            JobReturn(overrides, job.config, job.config, _return_value=runfolder.objective(job.folder), status=JobStatus.COMPLETED)
+            JobReturn(overrides, job.config, _return_value=runfolder.objective(job.folder), status=JobStatus.COMPLETED)
             for overrides, job in zip(job_overrides, jobs, strict=True)
         ]
 
@@ -152,8 +152,14 @@ class IsolatedLauncher(Launcher):
                         view.event(job, f"finished already in {job.folder}, skipped")
                         continue
                     job.slot = free.popleft()
+                    try:
+                        self._start(job)
+                    except OSError as error:
+                        job.state, job.reason = "failed", runfolder.reason(error)
+                        free.append(job.slot)
+                        view.event(job, f"cannot start: {job.reason}")
+                        continue
                     running.append(job)
-                    self._start(job)
                     view.event(job, f"started{f' on GPU {job.slot}' if job.slot else ''}, its log is {job.log}")
                 if interrupts.received and not told:
                     told = True
@@ -169,10 +175,9 @@ class IsolatedLauncher(Launcher):
                 time.sleep(POLL_S)
         finally:
             for job in running:
-                if job.process:
-                    job.process.kill()
-                    job.process.wait()
-                    _end(job, "SIGKILL")
+                job.process.kill()
+                job.process.wait()
+                _end(job, "SIGKILL")
 
     def _start(self, job: Job) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +196,7 @@ class IsolatedLauncher(Launcher):
 
 
 def _let_go(folders: list[Path], view: Any, interrupts: Interrupts) -> None:
-    """Wait for jobs of an earlier command that was killed: they save and stop. Whoever holds a folder longer keeps it, and the job fails."""
+    """Wait for jobs of an earlier command that was killed: they save and stop. Who holds a folder longer keeps it, and the job fails."""
     deadline, said = time.monotonic() + ORPHAN_S + 5, False
     while (held := [folder for folder in folders if runfolder.in_use(folder)]) and time.monotonic() < deadline and not interrupts.received:
         if not said:
@@ -205,25 +210,25 @@ def _end(job: Job, interrupted: str | None) -> None:
     job.process.stdin.close()
     code, found = job.process.returncode, runfolder.summary(job.folder)
     job.state, job.reason = found.get("status", ""), found.get("reason") or ""
-    if code == 0 and job.state in runfolder.DONE:
-        return
-    if interrupted and code != 1:
-        if job.state == "running":
-            runfolder.write_json(job.folder / "summary.json", {**found, "status": "interrupted", "reason": interrupted})
-        job.state, job.reason = "interrupted", ""
+    if (code == 0 and job.state in runfolder.DONE) or (code == INTERRUPTED and job.state == "interrupted"):
         return
     with open(job.log, "rb") as log:
-        log.seek(job.log_start)
-        end = log.read()[-10_000:].decode(errors="replace").splitlines()[-LOG_LINES:]
-    if runfolder.in_use(job.folder):  # by another command, to which the summary belongs
-        job.state, job.reason = "failed", end[-1] if end else "its folder is in use"
-        return
-    if not (code == 1 and job.state == "failed"):
-        job.reason = f"exited with status {code} before its end"
-        if code < 0:
-            job.reason = f"killed by {signal.Signals(-code).name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
-    job.state = "failed"
-    runfolder.write_json(job.folder / "summary.json", {**found, "status": "failed", "reason": job.reason, "log_end": end})
+        log.seek(max(job.log_start, log.seek(0, os.SEEK_END) - 10_000))
+        end = log.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    told = code == 1 and job.state == "failed"
+    if interrupted and code != 1:
+        status, reason = "interrupted", interrupted
+    elif code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        status, reason = "failed", f"killed by {names.get(-code, -code)}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
+    else:
+        status, reason = "failed", job.reason if told else f"exited with status {code} before its end"
+    job.state, job.reason = status, reason
+    if runfolder.in_use(job.folder):  # by another command, whose summary it is
+        job.reason = end[-1] if end else "its folder is in use"
+    elif status == "failed" or found:
+        with contextlib.suppress(OSError):
+            runfolder.write_json(job.folder / "summary.json", {**found, "status": status, "reason": reason, "log_end": end})
 
 
 def child() -> None:

@@ -136,8 +136,9 @@ def summary(folder: Path) -> dict:
 
 
 def objective(folder: Path) -> float | None:
-    """The metric that the run was to raise, at its best evaluation, for sweepers that optimise; None when it never got there."""
-    best = (summary(folder).get("evaluation") or {}).get("best")
+    """The metric that a run was to raise, at its best evaluation, for sweepers that optimise; None when it did not end well."""
+    found = summary(folder)
+    best = (found.get("evaluation") or {}).get("best") if found.get("status") in DONE else None
     return best[load(folder)["stop"]["metric"]] if best else None
 
 

@@ -1,4 +1,4 @@
-"""A job for the isolated launcher that loads no torch: tracker.run_name says what it does, steps how long it takes, in tenths of a second."""
+"""A job that loads no torch: tracker.run_name says what it does, steps how many tenths of a second it takes."""
 
 import json
 import os

@@ -1,6 +1,7 @@
 """hydra/launcher=isolated, with jobs that train nothing, and one sweep of real runs. Every job is a process."""
 
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -74,7 +75,7 @@ def test_two_jobs_never_share_a_gpu_and_a_free_one_is_taken_again(sweep, tmp_pat
     assert {job["gpu"] for job in work} == {"3", "5"}
     for gpu in "35":
         mine = sorted((job for job in work if job["gpu"] == gpu), key=lambda job: job["begin"])
-        assert all(one["end"] <= other["begin"] for one, other in zip(mine, mine[1:], strict=False))
+        assert all(one["end"] <= other["begin"] for one, other in itertools.pairwise(mine))
     assert all(job["stdin"] == "" for job in work)
 
 
@@ -196,7 +197,7 @@ def test_a_second_signal_ends_the_jobs_at_once(sweep, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         sweep("steps=600 tracker.run_name=stubborn")
     thread.join()
-    assert runfolder.summary(tmp_path / "0")["status"] == "interrupted" and not runfolder.in_use(tmp_path / "0")
+    assert runfolder.summary(tmp_path / "0")["reason"] == "SIGKILL" and not runfolder.in_use(tmp_path / "0")
 
 
 def test_a_folder_that_another_command_keeps_fails_the_job_and_leaves_the_summary_alone(sweep, tmp_path, monkeypatch):
@@ -207,24 +208,34 @@ def test_a_folder_that_another_command_keeps_fails_the_job_and_leaves_the_summar
     assert runfolder.summary(tmp_path / "1")["status"] == "finished"
 
 
+@pytest.mark.parametrize(("recipe", "count"), [("beta_g", 18), ("algorithms", 27), ("control", 12)])
+def test_a_sweep_recipe_is_a_sweep_of_so_many_jobs_on_this_launcher(recipe, count):
+    with Composer(cli.TRAIN, recipe, Path(__file__).parents[1] / "recipes/sweeps") as composer:
+        jobs_of = composer.jobs([])[1]
+        cfg = composer.compose(jobs_of[-1])
+    assert len(set(map(tuple, jobs_of))) == count
+    assert (cfg.hydra.mode, cfg.hydra.launcher._target_) == (RunMode.MULTIRUN, launcher.Isolated._target_)
+
+
 # --- real runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_killed_with_its_launcher_is_completed_by_repetition_with_the_rows_of_the_jobs_alone(tmp_path):
-    words = [*SMALL, "hydra/launcher=isolated", "hydra.launcher.jobs_at_once=1", "hydra.sweep.dir=s", "kl.beta=0,0.4"]
+def test_a_sweep_killed_with_its_launcher_is_completed_by_repetition_with_the_rows_of_a_job_alone(tmp_path):
+    words = [*SMALL, "hydra/launcher=isolated", "hydra.sweep.dir=s", "kl.beta=0,0.4"]
+    train(tmp_path / "s/0", "kl.beta=0")  # this job is done
+    done = (tmp_path / "s/0/summary.json").read_text()
     command = subprocess.Popen([GRPO_TRAIN, "-m", *words], cwd=tmp_path, start_new_session=True, stdout=subprocess.DEVNULL)
-    wait_for(lambda: (tmp_path / "s/1/metrics.jsonl").exists() and (tmp_path / "s/1/metrics.jsonl").read_text().count("\n") >= 2, 200)
+    metrics = tmp_path / "s/1/metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, 200)
     os.killpg(command.pid, signal.SIGKILL)
     command.wait()
-    log = (tmp_path / "s/0/job.log").read_text()
     again = subprocess.run([GRPO_TRAIN, "-m", *words], cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "job 0 (kl.beta=0): finished already in s/0, skipped" in again.stdout
-    assert (tmp_path / "s/0/job.log").read_text() == log
+    assert (tmp_path / "s/0/summary.json").read_text() == done and not (tmp_path / "s/0/job.log").exists()
     assert "the launcher is gone: this job saves and stops" in (tmp_path / "s/1/job.log").read_text()
-    for number, beta in enumerate(["0", "0.4"]):
-        train(tmp_path / beta, f"kl.beta={beta}")
-        assert numbers(tmp_path / f"s/{number}") == numbers(tmp_path / beta)
+    train(tmp_path / "alone", "kl.beta=0.4")
+    assert numbers(tmp_path / "s/1") == numbers(tmp_path / "alone")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher"), reason="needs the extra slurm")
@@ -233,4 +244,4 @@ def test_submitit_runs_the_same_job_into_the_same_folder(tmp_path):
     ended = subprocess.run([GRPO_TRAIN, "-m", *words], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert runfolder.summary(tmp_path / "s/0")["status"] == "finished"
-    assert len(numbers(tmp_path / "s/0")["metrics"]) == 1 and "finished (all 1 steps taken)" in ended.stdout
+    assert len(numbers(tmp_path / "s/0")["metrics"]) == 1 and "finished  0.12 -> " in ended.stdout

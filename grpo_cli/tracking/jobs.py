@@ -13,10 +13,11 @@ def accuracy(folder: Path) -> str:
 
 
 def status(folder: Path) -> str:
+    """The status with its reason, but for a run that finished, which says it all."""
     found = summary(folder)
-    reason = " ".join(str(found.get("reason") or "").split())
+    state, reason = found.get("status", "not started"), " ".join(str(found.get("reason") or "").split())
     short = reason if len(reason) <= 60 else reason[:57] + "..."
-    return found.get("status", "not started") + (f" ({short})" if reason else "")
+    return state if state == "finished" or not reason else f"{state} ({short})"
 
 
 def table(sweep_dir: Path, jobs: list[tuple[Path, str]]) -> str:

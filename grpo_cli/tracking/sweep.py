@@ -70,16 +70,18 @@ class LiveJobs:
 
     def _table(self) -> "Table":
         from rich.table import Table
+        from rich.text import Text
 
         counts = Counter(job.state for job in self._sweep)
         table = Table(box=None, pad_edge=False, caption=", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state]))
         table.caption_justify = "left"
         for name in ("job", "overrides", "state", "step", "reward", "accuracy", "ETA"):
             right = name in ("job", "step", "reward", "ETA")
-            table.add_column(name, no_wrap=True, justify="right" if right else "left", ratio=1 if name == "overrides" else None)
+            table.add_column(name, no_wrap=name != "overrides", justify="right" if right else "left")
         shown = sorted(self._sweep, key=lambda job: ORDER.index(job.state))[: max(1, self._live.console.height - 4)]
         for job in sorted(shown, key=lambda job: job.number):
-            table.add_row(str(job.number), job.label, job.state, *self._progress(job), style=console.STYLE.get(job.state, ""))
+            label = Text(job.label, no_wrap=True, overflow="ellipsis")  # what does not fit is taken from the overrides
+            table.add_row(str(job.number), label, job.state, *self._progress(job), style=console.STYLE.get(job.state, ""))
         return table
 
     def _progress(self, job: "Job") -> tuple[str, str, str, str]:
