@@ -506,7 +506,7 @@ def _help(command: Command) -> str:
     usage = {
         "--cfg job [overrides]": "show the whole config instead of running it",
         "-cd FOLDER -cn NAME": f"run FOLDER/NAME.yaml: a recipe (-cd recipes/{command.config} -cn NAME), a run again (-cd RUN -cn config)",
-        "-m KEY=A,B": "a sweep: one run for each combination",
+        "-m KEY=A,B": "a sweep: one run for each combination (hydra/launcher=isolated: several at once, each in a process of its own)",
         "hydra.run.dir=FOLDER": "choose the run folder (of a sweep: hydra.sweep.dir=FOLDER)",
     }
     if command is SCORE:
