@@ -12,6 +12,7 @@ ARGS ?=
 help:  ## This list
 	@grep -hE '^[a-z/<>_-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([^:]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
 	@echo '  make grpo/RECIPE      Run recipes/grpo/RECIPE.yaml; ARGS="kl.beta=0.02" adds overrides'
+	@echo '  make sweeps/NAME      Run all jobs of recipes/sweeps/NAME.yaml, then report; the same command again continues it'
 
 setup: $(READY)  ## Create .venv and install the tested versions into it
 
@@ -54,6 +55,14 @@ recipes/%.yaml:
 grpo/%: recipes/grpo/%.yaml $(READY)
 	@if grep -q smollm2 $<; then $(MAKE) --no-print-directory $(SMOLLM2); fi
 	$(BIN)/grpo-train -cd recipes/grpo -cn $* $(ARGS)
+
+# The folder's name is a checksum of ARGS, but for where the jobs run, so that the same command continues the same sweep. The shell waits
+# with the jobs on a Ctrl-C; the report is made of whatever jobs there are, and the exit status is that of the sweep.
+sweeps/%: recipes/sweeps/%.yaml $(READY)
+	@folder=outputs/$*/sweeps/$$(for word in $(ARGS); do case "$$word" in hydra[./]launcher*) ;; *) echo "$$word" ;; esac; done | cksum | cut -d' ' -f1); \
+	trap : INT TERM; set -x; \
+	$(BIN)/grpo-train -m -cd recipes/sweeps -cn $* $(ARGS) hydra.sweep.dir=$$folder; { status=$$?; set +x; } 2>/dev/null; \
+	if [ $$status -ne 130 ] && [ -d $$folder ]; then $(BIN)/grpo-report $$folder || status=1; fi; exit $$status
 
 assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one stays as it is)
 	rm -rf outputs/assets

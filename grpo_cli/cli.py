@@ -5,6 +5,7 @@ imported, and told in one message. The only module that knows hydra.main.
 """
 
 import difflib
+import functools
 import hashlib
 import importlib
 import math
@@ -25,12 +26,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_cli import runfolder
+from grpo_cli import launcher, runfolder
 from grpo_cli.compose import CONF, Command, Composer, convert, given_value
 from grpo_cli.config import GrpoRun, ScoreRun, SftRun
 from grpo_cli.runtime import hydra_text
-
-INTERRUPTED = 130
 
 TRAIN = Command(
     "grpo-train",
@@ -123,7 +122,7 @@ def _guarded(function, command: Command, argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return launcher.INTERRUPTED
 
 
 def _full_error() -> bool:
@@ -144,15 +143,18 @@ def _hydra_command(command: Command, argv: list[str]) -> int:
                 composer.compose(args.overrides)
         _run_hydra(command, [*(word for word in argv if word not in args.overrides), *args.overrides])
         return 0
-    plan, jobs = _plan(command, args), []
+    plan, unfinished = _plan(command, args), False
     try:
         ended_well = _run_hydra(command, plan.argv)
     finally:
         if plan.sweep_dir:
             jobs = plan.jobs or _jobs_found(plan.sweep_dir)
-            print("\n" + importlib.import_module("grpo_cli.tracking.jobs").table(jobs))
+            print("\n" + importlib.import_module("grpo_cli.tracking.jobs").table(plan.sweep_dir, jobs))
+            unfinished = any(runfolder.summary(folder).get("status") not in runfolder.DONE for folder, _ in jobs)
+            if unfinished and command is TRAIN:
+                print("The same command again continues what is not finished.")
     # The folders tell of jobs that a launcher ran elsewhere, and may tell of an earlier command.
-    return int(not ended_well or any(runfolder.summary(folder).get("status") not in runfolder.DONE for folder, _ in jobs))
+    return int(not ended_well or unfinished)
 
 
 def _run_hydra(command: Command, argv: list[str]) -> bool:
@@ -160,9 +162,12 @@ def _run_hydra(command: Command, argv: list[str]) -> bool:
     ended_well = []
 
     @hydra.main(version_base="1.3", config_path="pkg://grpo_cli.conf", config_name=command.config)
-    def task(cfg: DictConfig) -> None:
-        ended_well.append(_job(command, cfg))
+    @functools.wraps(_job)
+    def task(cfg: DictConfig) -> float | None:
+        ended_well.append(_job(cfg))
+        return runfolder.objective(Path(HydraConfig.get().runtime.output_dir))
 
+    launcher.register()
     sys.argv = [command.script, *argv]
     task()
     return all(ended_well)
@@ -173,7 +178,7 @@ def _jobs_found(sweep_dir: Path) -> list[tuple[Path, str]]:
     return [(folder, " ".join(runfolder.summary(folder).get("overrides", []))) for folder in folders]
 
 
-def _job(command: Command, cfg: DictConfig) -> bool:
+def _job(cfg: DictConfig) -> bool:
     """One job of Hydra's: whether it ended well. A failure is told and recorded, so that the next job of a sweep starts."""
     job = HydraConfig.get()
     run_dir = _relative(job.runtime.output_dir)
@@ -186,7 +191,7 @@ def _job(command: Command, cfg: DictConfig) -> bool:
         if sweep and runfolder.is_done(run_dir, run):
             print(f"{label}finished already in {run_dir}, skipped")
             return True
-        if command is TRAIN:
+        if isinstance(run, GrpoRun):
             for warning in importlib.import_module("grpo_cli.stages.plan").warnings(run):
                 print(f"warning: {warning}")
             if sweep and runfolder.holds_run(run_dir):
@@ -339,22 +344,23 @@ def _refuse_key(start: str, overrides: list[Override], advice: str) -> None:
 def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
     _refuse_key("hydra.run.dir", composer.parse(overrides), "by a sweep: try hydra.sweep.dir=FOLDER, in which each job has a folder")
     for_hydra, jobs = composer.jobs(overrides)
-    words = [composer.name, *(o for o in overrides if not o.startswith(("debug=", "resume=")))]
+    words = [composer.name, *(o for o in overrides if not o.startswith(("debug=", "resume=", "hydra.launcher", "hydra/launcher")))]
     name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
     OmegaConf.register_new_resolver("sweep_name", lambda: name, replace=True)
     if jobs is None:
         cfg = composer.compose(for_hydra)
-        _sweep_run(cfg, for_hydra)
+        _check_launcher(cfg, [_sweep_run(cfg, for_hydra)])
         return Plan([], _make(_folder(cfg, "sweep.dir")))
     shared = [word for word in jobs[0] if all(word in job for job in jobs)] if len(jobs) > 1 else []
     # Hydra names a job by its overrides; those that all jobs share say nothing.
     keys = ",".join(override.key_or_group for override in composer.parse(shared))
     naming = [f"hydra.job.config.override_dirname.{setting}" for setting in (f"exclude_keys=[{keys}]", "item_sep=' '")]
-    placed, taken, sweep_dirs = [], {}, set()
+    placed, runs, taken, sweep_dirs = [], [], {}, set()
     for number, job in enumerate(jobs):
         try:
             cfg = composer.compose(for_hydra + naming + job, number)
             run = _sweep_run(cfg, job)
+            runs.append(run)
             sweep_dir = _folder(cfg, "sweep.dir")
             sweep_dirs.add(sweep_dir)
             folder = sweep_dir / _folder(cfg, "sweep.subdir")
@@ -368,7 +374,13 @@ def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
     if len(sweep_dirs) > 1:
         named = ", ".join(sorted(map(str, sweep_dirs)))
         raise ValueError(f"hydra.sweep.dir differs between the jobs ({named}): put what differs into hydra.sweep.subdir")
+    _check_launcher(cfg, runs)
     return Plan(naming, _make(sweep_dir), placed)
+
+
+def _check_launcher(cfg: DictConfig, runs: list[GrpoRun | SftRun]) -> None:
+    if OmegaConf.get_type(cfg.hydra, "launcher") is launcher.Isolated:
+        launcher.slots(OmegaConf.to_object(cfg.hydra.launcher), runs)
 
 
 def _sweep_run(cfg: DictConfig, overrides: list[str]) -> GrpoRun | SftRun:
@@ -494,7 +506,7 @@ def _help(command: Command) -> str:
     usage = {
         "--cfg job [overrides]": "show the whole config instead of running it",
         "-cd FOLDER -cn NAME": f"run FOLDER/NAME.yaml: a recipe (-cd recipes/{command.config} -cn NAME), a run again (-cd RUN -cn config)",
-        "-m KEY=A,B": "a sweep: one run for each combination",
+        "-m KEY=A,B": "a sweep: one run for each combination (hydra/launcher=isolated: several at once, each in a process of its own)",
         "hydra.run.dir=FOLDER": "choose the run folder (of a sweep: hydra.sweep.dir=FOLDER)",
     }
     if command is SCORE:

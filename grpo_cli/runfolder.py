@@ -135,6 +135,25 @@ def summary(folder: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def objective(folder: Path) -> float | None:
+    """The metric that a run was to raise, at its best evaluation, for sweepers that optimise; None when it did not end well."""
+    found = summary(folder)
+    best = (found.get("evaluation") or {}).get("best") if found.get("status") in DONE else None
+    return best[load(folder)["stop"]["metric"]] if best else None
+
+
+def in_use(folder: Path) -> bool:
+    """Some process holds the folder's lock."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file()
 
@@ -144,7 +163,7 @@ def check(folder: Path, cfg: GrpoRun | SftRun, resume: bool) -> None:
     elsewhere = "choose another folder (hydra.run.dir=FOLDER, for a sweep hydra.sweep.dir=FOLDER)"
     if not holds_run(folder):
         # A start that failed at once leaves these.
-        left = (".lock", "error.log", *(("summary.json",) if summary(folder).get("status") else ()))
+        left = (".lock", "error.log", "job.log", *(("summary.json",) if summary(folder).get("status") else ()))
         others = sorted(entry.name for entry in folder.iterdir() if entry.name not in left) if folder.is_dir() else []
         if others:
             raise ValueError(f"{folder} holds files and no run ({', '.join(others[:5])}{', ...' if len(others) > 5 else ''}): {elsewhere}")
@@ -219,6 +238,7 @@ class RunFolder:
             check(self.path, self.cfg, self.resume)
             if holds_run(self.path):
                 self.summary = summary(self.path)
+                self.summary.pop("log_end", None)
             write_text(self.path / "config.yaml", to_yaml(self.cfg))
             self.update(
                 status="running",

@@ -27,13 +27,16 @@ SPARK_STEPS = 40
 STYLE = {"finished": "green", "stopped": "green", "interrupted": "yellow", "failed": "red"}
 
 
-def open_view(total_steps: int, log_every: int) -> "LiveView | PlainView":
-    terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+def on_terminal() -> bool:
+    """Something can be drawn in place. From here on an ASCII terminal shows ? for what it lacks instead of ending the run."""
     if sys.stdout is not None:
-        # An ASCII terminal shows ? for what it lacks instead of ending the run.
         with contextlib.suppress(Exception):
             sys.stdout.reconfigure(errors="replace")
-    if terminal:
+    return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def open_view(total_steps: int, log_every: int) -> "LiveView | PlainView":
+    if on_terminal():
         with contextlib.suppress(Exception):
             return LiveView(total_steps, log_every)
     return PlainView(total_steps, log_every)
@@ -51,6 +54,10 @@ class Pace:
         if not self._seen and step_s:
             self._seen.append((step - 1, now - step_s))
         self._seen.append((step, now))
+
+    @property
+    def step(self) -> int | None:
+        return self._seen[-1][0] if self._seen else None
 
     @property
     def steps_per_s(self) -> float | None:
@@ -128,7 +135,7 @@ class LiveView:
         from rich.live import Live
 
         self.total_steps, self.log_every = total_steps, log_every
-        self.console = console or _quiet_console()
+        self.console = console or quiet_console()
         self._unicode = self.console.encoding.startswith("utf")
         self._pace = Pace(total_steps)
         self._step, self._status = 0, "starting"
@@ -285,7 +292,7 @@ class LiveView:
         return "".join(blocks[int((value - low) * scale + 0.5)] for value in values)
 
 
-def _quiet_console() -> "Console":
+def quiet_console() -> "Console":
     from rich.console import Console
 
     class QuietConsole(Console):

@@ -55,6 +55,16 @@ def read_rows(path: Path, last_step: int) -> list[dict[str, Any]]:
     return [row for _, row in _lines(path, last_step)[0]] if path.exists() else []
 
 
+def last_row(path: Path) -> dict[str, Any]:
+    """The last whole row, from the end of the file alone; empty when there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            return json.loads(file.read().split(b"\n")[-2])
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
 def _lines(path: Path, last_step: int) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
     kept, damaged = [], 0
     for line in path.read_bytes().split(b"\n")[:-1]:  # what follows the last line end is a torn row, or nothing

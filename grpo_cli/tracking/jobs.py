@@ -13,15 +13,18 @@ def accuracy(folder: Path) -> str:
 
 
 def status(folder: Path) -> str:
+    """The status with its reason, but for a run that finished, which says it all."""
     found = summary(folder)
-    reason = " ".join(str(found.get("reason") or "").split())
+    state, reason = found.get("status", "not started"), " ".join(str(found.get("reason") or "").split())
     short = reason if len(reason) <= 60 else reason[:57] + "..."
-    return found.get("status", "not started") + (f" ({short})" if reason else "")
+    return state if state == "finished" or not reason else f"{state} ({short})"
 
 
-def table(jobs: list[tuple[Path, str]]) -> str:
-    """One line per job: number, overrides, status, accuracy, folder."""
+def table(sweep_dir: Path, jobs: list[tuple[Path, str]]) -> str:
+    """One line per job: number, overrides, status, accuracy, folder below sweep_dir."""
     rows = [("job", "overrides", "status", "accuracy", "folder")]
-    rows += [(str(n), overrides, status(folder), accuracy(folder), str(folder)) for n, (folder, overrides) in enumerate(jobs)]
+    for number, (folder, overrides) in enumerate(jobs):
+        rows.append((str(number), overrides, status(folder), accuracy(folder), str(folder.relative_to(sweep_dir))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"jobs in {sweep_dir}", *lines])
