@@ -31,8 +31,8 @@ $(SMOLLM2): $(READY)
 demo: $(READY)  ## Train the embedded model until it answers held-out sums (about a minute on one CPU core)
 	$(BIN)/grpo-train $(ARGS)
 
-test: $(READY) $(SMOLLM2)  ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY) $(SMOLLM2)  ## Run the tests, on all cores
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: $(READY)  ## Lint and formatting, changing nothing
 	$(BIN)/ruff check .
