@@ -55,11 +55,13 @@ grpo/%: recipes/grpo/%.yaml $(READY)
 	@if grep -q smollm2 $<; then $(MAKE) --no-print-directory $(SMOLLM2); fi
 	$(BIN)/grpo-train -cd recipes/grpo -cn $* $(ARGS)
 
-assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one stays as it is)
+assets: $(READY)  ## Remake the embedded models into outputs/ (the shipped ones stay as they are)
 	rm -rf outputs/assets
 	$(BIN)/python -m grpo_cli.assets.make untrained outputs/assets/untrained
-	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
-	$(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/model outputs/assets/tiny
+	set -e; for name in tiny tiny_countdown; do \
+	  $(BIN)/grpo-sft -cd recipes/sft -cn $$name hydra.run.dir=outputs/assets/trained/$$name $(ARGS); \
+	  $(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/$$name/model outputs/assets/$$name; \
+	done
 
 # PYTHON names an interpreter that has torch with CUDA, transformers and peft; what else is needed comes from the registry or, without
 # a network, from WHEELS, a folder of wheels (hydra-core, omegaconf, antlr4-python3-runtime, rich, pytest, ...).
