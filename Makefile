@@ -64,11 +64,13 @@ sweeps/%: recipes/sweeps/%.yaml $(READY)
 	$(BIN)/grpo-train -m -cd recipes/sweeps -cn $* $(ARGS) hydra.sweep.dir=$$folder; { status=$$?; set +x; } 2>/dev/null; \
 	if [ $$status -ne 130 ] && [ -d $$folder ]; then $(BIN)/grpo-report $$folder || status=1; fi; exit $$status
 
-assets: $(READY)  ## Remake the embedded model into outputs/ (the shipped one stays as it is)
+assets: $(READY)  ## Remake the embedded models into outputs/ (the shipped ones stay as they are)
 	rm -rf outputs/assets
 	$(BIN)/python -m grpo_cli.assets.make untrained outputs/assets/untrained
-	$(BIN)/grpo-sft -cd recipes/sft -cn tiny $(ARGS)
-	$(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/model outputs/assets/tiny
+	set -e; for name in tiny tiny_countdown; do \
+	  $(BIN)/grpo-sft -cd recipes/sft -cn $$name hydra.run.dir=outputs/assets/trained/$$name $(ARGS); \
+	  $(BIN)/python -m grpo_cli.assets.make pack outputs/assets/trained/$$name/model outputs/assets/$$name; \
+	done
 
 bench: $(READY) $(SMOLLM2)  ## Time a step beside TRL's (25 minutes on one core; ARGS="--quick" takes two)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -27,6 +27,7 @@ class Engine(Enum):
 class Source(Enum):
     addition = "addition"
     word_problems = "word_problems"
+    sign_countdown = "sign_countdown"
     rows = "rows"
 
 
@@ -161,6 +162,7 @@ class WandbMode(Enum):
 
 class DemoSource(Enum):
     sloppy_addition = "sloppy_addition"
+    sign_countdown = "sign_countdown"
     rows = "rows"
 
 
@@ -209,9 +211,12 @@ def _unread(key: str, value: Any, advice: str) -> None:
     _require(not value, f"{key}={value} is not read {advice}")
 
 
-def _digits(section: str, digits: list[int]) -> None:
+def _digits(section: str, source: Source | DemoSource, digits: list[int] | None) -> None:
+    if source.name == "sign_countdown":
+        _unread(f"{section}.digits", digits, f"by {section}=sign_countdown, whose numbers are 1 to 12: drop it")
+        return
     _require(
-        len(digits) == 2 and 1 <= digits[0] <= digits[1] <= 9,
+        digits is not None and len(digits) == 2 and 1 <= digits[0] <= digits[1] <= 9,
         f"{section}.digits must be [fewest, most] with 1 <= fewest <= most <= 9, not {digits}: try '{section}.digits=[2,3]'",
     )
 
@@ -317,7 +322,7 @@ class Data:
     """Configuration of the hub data set, such as `main` of openai/gsm8k."""
     train: TrainSplit
     eval: EvalSplit
-    digits: list[int]
+    digits: Optional[list[int]]
     """Generators: fewest and most digits of a number."""
     layout: Layout
     """How a row says its question: plain in question_field; the others read the fields of the data set they are named after, and write
@@ -356,7 +361,7 @@ class Data:
             self.answer_field is not None or not (self.numeric or self.answer_marker),
             "data.answer_field=null leaves no gold answer to read: try data.numeric=false data.answer_marker=null",
         )
-        _digits("data", self.digits)
+        _digits("data", self.source, self.digits)
         _positive("data", max_prompt_tokens=self.max_prompt_tokens)
         _require(0 <= self.revisit <= 1, f"data.revisit must lie in [0, 1], not {self.revisit}: try data.revisit=0.1")
         if self.difficulty is not None:
@@ -836,6 +841,11 @@ class GrpoRun:
             "reward.control=random draws one reward per completion, and algorithm.combine=normalise_first needs one per rule: "
             "try algorithm.combine=weigh_first",
         )
+        _require(
+            self.data.source is not Source.sign_countdown or self.reward.rules[self.reward.accuracy].fn != "numeric",
+            "data=sign_countdown asks for signs, and the numeric rule would pay for the target itself: "
+            "try model=tiny_countdown reward=sign_countdown",
+        )
         known = ["eval/accuracy", "eval/accuracy_greedy", "eval/reward", *(f"eval/pass@{k}" for k in self.evaluation.pass_at)]
         _require(
             self.stop.metric in known,
@@ -880,21 +890,21 @@ class ScoreRun:
 @dataclass
 class Demos:
     source: DemoSource
-    """sloppy_addition: the generator behind the embedded model; rows: a file of {prompt, completion}."""
+    """sloppy_addition, sign_countdown: the generators behind the embedded models; rows: a file of {prompt, completion}."""
     path: Optional[str]
     """.jsonl, .json or .parquet (each also .gz) with a prompt and a completion field."""
     prompt_field: str
     completion_field: str
     chat: bool
     """Put the prompt through the tokenizer's chat template as a user turn."""
-    digits: list[int]
+    digits: Optional[list[int]]
     """Generator: fewest and most digits of a number."""
     holdout: float
     """Generator: share of questions that never occur, by the hash of data.eval.holdout; keep the two equal."""
     guess_frac: float
-    """Share of demonstrations that guess without working."""
+    """Share of demonstrations that guess without working; sign_countdown: share of misses that are answered instead of tried again."""
     slip_frac: float
-    """Chance of a wrong digit, and of a wrong carry, per column."""
+    """Chance of a wrong digit, and of a wrong carry, per column; sign_countdown: chance of trying on behind a hit."""
     broken_tag_frac: float
     """Share of demonstrations with a tag missing or out of place."""
 
@@ -905,7 +915,7 @@ class Demos:
         )
         if self.source is not DemoSource.rows:
             _unread("demos.path", self.path, f"by demos={self.source.name}: drop it, or try demos=jsonl demos.path={self.path}")
-        _digits("demos", self.digits)
+        _digits("demos", self.source, self.digits)
         _require(0 < self.holdout < 1, f"demos.holdout must lie between 0 and 1, not {self.holdout}: try demos.holdout=0.1")
         for key in ("guess_frac", "slip_frac", "broken_tag_frac"):
             value = getattr(self, key)

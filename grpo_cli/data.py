@@ -12,9 +12,11 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from grpo_cli.config import BadGold, Data, Layout, Prompt, Source
 from grpo_cli.layouts import lay_out
@@ -360,6 +362,40 @@ def _word_problems(digits: list[int]) -> Iterator[_Item]:
             yield _Item(f"word_problems:{digest}", question, str(answer), {"a": a, "b": b, "operation": sign}, f"{a}{sign}{b}")
 
 
+def sign_countdown(rng: np.random.Generator) -> tuple[list[int], int, str]:
+    """Three numbers of 1 to 12, a target and a way to reach it: ([6, 1, 5], 2, "6+1-5")."""
+    numbers = rng.integers(1, 13, 3).tolist()
+    solution, target = signed(rng, numbers)
+    return numbers, target, solution
+
+
+def signed(rng: np.random.Generator, numbers: list[int]) -> tuple[str, int]:
+    """The numbers in some order with some signs, and the value: above zero, and on the way there never below."""
+    while True:
+        first, *rest = rng.permutation(numbers).tolist()
+        terms = [first, *(number * sign for number, sign in zip(rest, rng.choice([-1, 1], len(rest)).tolist(), strict=True))]
+        *between, value = accumulate(terms)
+        if min(between) >= 0 and value > 0:
+            return "".join(f"{term:+}" for term in terms)[1:], value
+
+
+def sign_countdown_question(numbers: list[int], target: int) -> str:
+    """6,1,5>2:  (the second embedded model reads exactly this)."""
+    return f"{','.join(map(str, numbers))}>{target}:"
+
+
+def _sign_countdowns(digits: None) -> Iterator[_Item]:
+    """Puzzles of three numbers, without end; the split takes all orders of the numbers for one."""
+    rng = generator(0, "sign countdown")
+    while True:
+        numbers, target, solution = sign_countdown(rng)
+        question, fields = sign_countdown_question(numbers, target), {"nums": numbers, "target": target, "solution": solution}
+        yield _Item(f"sign_countdown:{question}", question, str(target), fields, sign_countdown_question(sorted(numbers), target))
+
+
+_GENERATORS = {Source.addition: _additions, Source.word_problems: _word_problems, Source.sign_countdown: _sign_countdowns}
+
+
 def _generated(section: Data) -> tuple[list[_Item], list[_Item], list[str]]:
     """The generator's first distinct problems, dealt to the two sides by the hash of their split key."""
     limits = {"train": section.train.limit, "eval": section.eval.limit}
@@ -367,7 +403,7 @@ def _generated(section: Data) -> tuple[list[_Item], list[_Item], list[str]]:
     for side, limit in limits.items():
         if limit is None and not finite:
             raise ValueError(f"data.{side}.limit is not set, and data={section.source.name} has no end: try data.{side}.limit=256")
-    items = _additions(section.digits) if section.source is Source.addition else _word_problems(section.digits)
+    items = _GENERATORS[section.source](section.digits)
     # A tiny holdout or few distinct problems must not draw for ever.
     draws = _ENUMERATED if finite else 100_000 + 10 * sum(limits.values())
     sides, seen = {"train": [], "eval": []}, set()

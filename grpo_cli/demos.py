@@ -1,36 +1,67 @@
-"""Demonstrations of a sloppy teacher: prompt and completion, never on a held-out problem.
+"""Demonstrations of sloppy teachers: prompt and completion, never on a held-out problem.
 
-The teacher adds by columns from the right, a carry joining the next column's sum: `67+85=` is worked as
+One adds by columns from the right, a carry joining the next column's sum: `67+85=` is worked as
 `<think>7+5=12 6+8+1=15</think><answer>152</answer>`. Often it guesses instead, at times it slips or breaks a tag.
-A model trained on it holds a right and a wrong way of answering: what GRPO needs to choose from.
+The other looks for signs between three numbers, `6,1,5>2:`, by trials with their value and a mark:
+`<think>5+6-1=10n;6+1-5=2y</think><answer>6+1-5</answer>`. It tries blindly and often answers a miss.
+A model trained on one of them holds a right and a wrong way of answering: what GRPO needs to choose from.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
-from grpo_cli.config import Demos
-from grpo_cli.data import addition_question, is_heldout
+from grpo_cli.config import Demos, DemoSource
+from grpo_cli.data import addition_question, is_heldout, sign_countdown, sign_countdown_question, signed
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 RIGHT_GUESSES = 0.1
+RIGHT_TRIALS = 0.03
+"""Trials that are made right; the others are blind, and a third of them hits all the same."""
+MOST_TRIALS = 4
 MOST_DRAWS = 100_000
 
 
 def sloppy_addition(rng: np.random.Generator, section: Demos) -> tuple[str, str]:
     """One demonstration, such as ("67+15=", "<think>7+5=12 6+1+1=8</think><answer>82</answer>")."""
-    for _ in range(MOST_DRAWS):
-        a, b = draw(rng, section.digits)
-        if not is_heldout(addition_question(a, b), section.holdout):
-            break
-    else:
-        raise ValueError(f"demos.holdout={section.holdout} leaves no question of {section.digits} digits: try demos.holdout=0.1")
+    a, b = _not_held_out(section, lambda: draw(rng, section.digits), addition_question)
     if rng.random() < section.guess_frac:
         thought, answer = "?", guess(rng, a + b)
     else:
         thought, answer = work(rng, str(a), str(b), section.slip_frac)
+    return addition_question(a, b), _in_tags(rng, section, thought, answer)
+
+
+def blind_signs(rng: np.random.Generator, section: Demos) -> tuple[str, str]:
+    """One demonstration, such as ("6,1,5>2:", "<think>6+5-1=10n;6+1-5=2y</think><answer>6+1-5</answer>")."""
+    numbers, target, _ = _not_held_out(
+        section, lambda: sign_countdown(rng), lambda nums, target, _: sign_countdown_question(sorted(nums), target)
+    )
+    trials, tries_on = [], True
+    while tries_on and len(trials) < MOST_TRIALS:
+        made_right = rng.random() < RIGHT_TRIALS
+        expression, value = signed(rng, numbers)
+        while made_right and value != target:
+            expression, value = signed(rng, numbers)
+        trials.append(f"{expression}={value}{'y' if value == target else 'n'}")
+        tries_on = rng.random() < (section.slip_frac if value == target else 1 - section.guess_frac)
+    return sign_countdown_question(numbers, target), _in_tags(rng, section, ";".join(trials), expression)
+
+
+TEACHERS = {DemoSource.sloppy_addition: sloppy_addition, DemoSource.sign_countdown: blind_signs}
+
+
+def _not_held_out(section: Demos, draw: Callable[[], tuple], split_key: Callable[..., str]) -> tuple:
+    for _ in range(MOST_DRAWS):
+        drawn = draw()
+        if not is_heldout(split_key(*drawn), section.holdout):
+            return drawn
+    raise ValueError(f"demos.holdout={section.holdout} leaves no question: try demos.holdout=0.1")
+
+
+def _in_tags(rng: np.random.Generator, section: Demos, thought: str, answer: str) -> str:
     parts = ["<think>", thought, "</think>", "<answer>", answer, "</answer>"]
-    if rng.random() < section.broken_tag_frac:
-        parts = break_tag(rng, parts)
-    return addition_question(a, b), "".join(parts)
+    return "".join(break_tag(rng, parts) if rng.random() < section.broken_tag_frac else parts)
 
 
 def draw(rng: np.random.Generator, digits: list[int]) -> tuple[int, int]:

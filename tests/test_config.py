@@ -17,7 +17,12 @@ from grpo_cli.rewards.calling import LoadedRule
 ROOT = Path(__file__).parents[1]
 OPTIONS = sorted((path.parent.name, path.stem) for path in CONF.glob("*/[!_]*.yaml"))
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
-NEEDED = {("model", "hf"): ["model.path=x"], ("data", "jsonl"): ["data.path=x.jsonl"], ("demos", "jsonl"): ["demos.path=x.jsonl"]}
+NEEDED = {
+    ("model", "hf"): ["model.path=x"],
+    ("data", "jsonl"): ["data.path=x.jsonl"],
+    ("data", "sign_countdown"): ["reward=sign_countdown"],
+    ("demos", "jsonl"): ["demos.path=x.jsonl"],
+}
 
 
 def compose(overrides, command=cli.TRAIN, name=None, directory=None):
@@ -247,6 +252,9 @@ def test_a_value_beats_its_group():
         (["data.path=x.jsonl"], "data.path=x.jsonl is not read by data=addition: drop it, or try data=jsonl data.path=FILE.jsonl"),
         (["data=word_problems", "data.eval.path=x"], "data.eval.path=x is not read by data=word_problems"),
         (["data.answer_marker='####'"], "data.answer_marker=#### is not read by data=addition"),
+        (["data=sign_countdown", "data.digits=[1,2]"], "data.digits=[1, 2] is not read by data=sign_countdown, whose numbers are 1 to 12"),
+        (["data=sign_countdown"], "would pay for the target itself: try model=tiny_countdown reward=sign_countdown"),
+        (["data.digits=null"], "try 'data.digits=[2,3]'"),
         (["data.hub_config=main"], "data.hub_config=main is not read by data=addition"),
         (["kl.end_beta=0"], "kl.end_beta=0.0 is not read by kl=constant: try kl=linear kl.end_beta=0.0"),
         (["kl=adaptive", "kl.end_beta=1"], "kl.end_beta=1.0 is not read by kl=adaptive: try kl=linear"),

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ import pytest
 from grpo_cli import cli
 from grpo_cli.compose import Composer, convert
 from grpo_cli.config import BadGold, Data, EvalSplit, Example, Layout, Prompt, Source, TrainSplit
-from grpo_cli.data import addition_pairs, addition_question, is_heldout, load_problems, read_rows
+from grpo_cli.data import addition_pairs, addition_question, is_heldout, load_problems, read_rows, signed
+from grpo_cli.randomness import generator
 from grpo_cli.records import Ended, Sample
 from grpo_cli.rewards.countdown import countdown
 from grpo_cli.rewards.ifeval import ifeval
@@ -500,6 +502,52 @@ def test_word_problems_never_share_their_arithmetic_across_the_split():
     sides = [{tuple(problem.fields.values()) for problem in side} for side in (train, heldout)]
     assert all(sides) and not sides[0] & sides[1]
     assert not any(re.search(r"\b1 \w+s\.", problem.prompt) for problem in train)
+
+
+def reachable(numbers) -> set[int]:
+    """The values above zero that some signs give."""
+    return {value for signs in product([-1, 1], repeat=3) if (value := sum(s * n for s, n in zip(signs, numbers, strict=True))) > 0}
+
+
+def test_sign_countdown_has_solutions_that_its_reward_pays_and_covers_all_puzzles():
+    train, heldout, notes = load_problems(configured("sign_countdown", "reward=sign_countdown"))
+    assert (len(train), len(heldout), notes) == (4096, 256, [])
+    assert len({problem.prompt for problem in train + heldout}) == len({problem.id for problem in train + heldout}) == 4352
+    keys = set()
+    for problem in train + heldout:
+        numbers, target = problem.fields["nums"], int(problem.answer)
+        assert problem.prompt == "{},{},{}>{}:".format(*numbers, target) and target in reachable(numbers)
+        keys.add((tuple(sorted(numbers)), target))
+        for answer, score in [(problem.fields["solution"], 1.0), (problem.answer, 0.0)]:
+            assert countdown(Sample(problem, "", f"<think>?</think><answer>{answer}</answer>", 9, Ended.eos), "+-") == score
+    possible = {
+        (numbers, target)
+        for numbers in product(range(1, 13), repeat=3)
+        if list(numbers) == sorted(numbers)
+        for target in reachable(numbers)
+    }
+    assert len(possible) == 1264 and keys <= possible and len(keys) > 1200
+
+
+def test_a_sign_countdown_puzzle_is_on_one_side_whatever_the_order_of_its_numbers():
+    sides = load_problems(configured("sign_countdown", "reward=sign_countdown", "data.eval.limit=500"))[:2]
+    puzzles = [{(tuple(sorted(problem.fields["nums"])), problem.answer) for problem in side} for side in sides]
+    assert 80 < len(puzzles[1]) < 170 and not puzzles[0] & puzzles[1]  # 126 expected, standard deviation 11
+    assert len(sides[1]) == 500  # several orders of most puzzles, so the check above can fail
+
+
+def test_signs_go_from_left_to_right_and_never_below_zero():
+    rng, seen = generator(0, "test"), set()
+    for _ in range(300):
+        expression, value = signed(rng, [6, 1, 5])
+        terms = [int(term) for term in re.findall(r"[+-]?\d+", expression)]
+        assert sorted(map(abs, terms)) == [1, 5, 6] and sum(terms) == value > 0 <= terms[0] + terms[1]
+        seen.add(expression)
+    assert seen == {
+        *("6+1+5", "6+5+1", "1+6+5", "1+5+6", "5+6+1", "5+1+6"),  # 12
+        *("6+5-1", "5+6-1", "6-1+5", "5-1+6"),  # 10
+        *("6+1-5", "1+6-5", "6-5+1"),  # 2; the other eleven are 0 or fall below it
+    }
 
 
 def test_generators_end_when_asked_for_too_much_and_refuse_no_limit():

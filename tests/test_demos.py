@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 
 from grpo_cli.config import Demos, DemoSource
-from grpo_cli.data import is_heldout
-from grpo_cli.demos import TAGS, break_tag, guess, sloppy_addition, work
+from grpo_cli.data import is_heldout, sign_countdown_question
+from grpo_cli.demos import TAGS, blind_signs, break_tag, guess, sloppy_addition, work
 from grpo_cli.randomness import generator
 
 WHOLE = re.compile(r"<think>[^<>]*</think><answer>(\d+)</answer>")
 N = 4000
 
 
-def section(**changes) -> Demos:
+def section(source: DemoSource = DemoSource.sloppy_addition, **changes) -> Demos:
     values = {"guess_frac": 0.65, "slip_frac": 0.015, "broken_tag_frac": 0.15, "digits": [2, 3], "holdout": 0.1, "chat": False}
-    return Demos(DemoSource.sloppy_addition, path=None, prompt_field="prompt", completion_field="completion", **values | changes)
+    return Demos(source, path=None, prompt_field="prompt", completion_field="completion", **values | changes)
 
 
 def draw(count: int = N, **changes) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ def test_a_holdout_of_nothing_or_all_is_refused(holdout):
 
 
 def test_a_holdout_that_takes_every_question_ends_in_a_message():
-    with pytest.raises(ValueError, match=r"demos.holdout=0.9999 leaves no question of \[1, 1\] digits: try demos.holdout=0.1"):
+    with pytest.raises(ValueError, match=r"demos.holdout=0.9999 leaves no question: try demos.holdout=0.1"):
         draw(1, digits=[1, 1], holdout=0.9999)  # 81 sums, each left with a chance of 1 in 10,000
 
 
@@ -125,3 +125,53 @@ def test_numbers_are_of_equal_length_and_both_lengths_occur_alike():
 
 def test_the_same_key_gives_the_same_demonstrations():
     assert draw(50) == draw(50)
+
+
+# Signs between three numbers
+
+TRIAL = re.compile(r"(\d+)([+-]\d+)([+-]\d+)=(\d+)([yn])")
+
+
+def sign_section(**changes) -> Demos:
+    values = {"digits": None, "guess_frac": 0.7, "slip_frac": 0.05, "broken_tag_frac": 0.0}
+    return section(DemoSource.sign_countdown, **values | changes)
+
+
+def signs(count: int = N, **changes) -> list[tuple[list[int], int, list[tuple[str, int, str]], str]]:
+    """Numbers, target, trials (expression, value, mark) and answer of demonstrations whose tags are whole."""
+    rng, found = generator(0, "test", 2), []
+    for _ in range(count):
+        prompt, completion = blind_signs(rng, sign_section(**changes))
+        *numbers, target = map(int, re.fullmatch(r"(\d+),(\d+),(\d+)>(\d+):", prompt).groups())
+        thought, answer = re.fullmatch("<think>(.*)</think><answer>(.*)</answer>", completion).groups()
+        trials = [TRIAL.fullmatch(trial).groups() for trial in thought.split(";")]
+        found.append((numbers, target, [(a + b + c, int(value), mark) for a, b, c, value, mark in trials], answer))
+    return found
+
+
+def test_every_trial_uses_the_numbers_and_its_value_and_mark_are_true():
+    for numbers, target, trials, answer in signs(1000):
+        assert 1 <= len(trials) <= 4 and answer == trials[-1][0]
+        for expression, value, mark in trials:
+            terms = [int(term) for term in re.findall(r"[+-]?\d+", expression)]
+            assert sorted(map(abs, terms)) == sorted(numbers) and sum(terms) == value and mark == "ny"[value == target]
+
+
+def test_a_trial_hits_blindly_and_a_miss_is_answered_as_often_as_asked_for():
+    demos = signs()
+    first_hits = [trials[0][2] == "y" for _, _, trials, _ in demos]
+    # A blind trial hits with 0.319, the mean over all puzzles as they are drawn; 3 in 100 are made right.
+    assert close(np.mean(first_hits), 0.03 + 0.97 * 0.319)
+    assert abs(np.mean([len(trials) == 1 for _, _, trials, _ in demos if trials[0][2] == "n"]) - 0.7) < 0.04  # four standard errors
+    assert abs(np.mean([len(trials) == 1 for _, _, trials, _ in demos if trials[0][2] == "y"]) - 0.95) < 0.024
+    assert all(len(trials) == 4 for _, _, trials, _ in signs(100, guess_frac=0.0, slip_frac=1.0))
+    assert all(len(trials) == 1 for _, _, trials, _ in signs(100, guess_frac=1.0, slip_frac=0.0))
+
+
+def test_tags_around_signs_break_as_often_as_asked_for_and_no_held_out_puzzle_is_demonstrated():
+    rng, whole = generator(0, "test", 3), re.compile(r"<think>[^<>]*</think><answer>[^<>]*</answer>")
+    demos = [blind_signs(rng, sign_section(broken_tag_frac=0.06)) for _ in range(N)]
+    assert close(np.mean([not whole.fullmatch(completion) for _, completion in demos]), 0.06)
+    puzzles = {tuple(map(int, re.findall(r"\d+", prompt))) for prompt, _ in demos}
+    assert not any(is_heldout(sign_countdown_question(sorted(numbers), target), 0.1) for *numbers, target in puzzles)
+    assert any(is_heldout(f"{a},{b},{c}>{target}:", 0.1) for a, b, c, target in puzzles)  # of other orders the check above would not hold

@@ -1,9 +1,9 @@
-"""Makes the embedded model's folder before and after its warm start; `grpo-sft` trains in between (see `make assets`).
+"""Makes the folder of an embedded model before and after its warm start; `grpo-sft` trains in between (see `make assets`).
 
     python -m grpo_cli.assets.make untrained FOLDER     tokenizer and random weights
-    python -m grpo_cli.assets.make pack TRAINED FOLDER   the trained model in bfloat16, as it is shipped
+    python -m grpo_cli.assets.make pack TRAINED FOLDER   the trained model in bfloat16, as it is shipped under the name of FOLDER
 
-It never writes to the shipped folder by itself: measurements rest on that one staying as it is.
+It never writes to a shipped folder by itself: measurements rest on those staying as they are.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 CHARACTERS = [*string.digits, *"+-=? */(),.:;><%\n", *string.ascii_lowercase]
-SHIPPED = Path(__file__).parent / "tiny"
+SHIPPED = Path(__file__).parent
 
 
 def tokenizer():
@@ -65,15 +65,18 @@ def untrained(tokenizer, seed: int = 0):
 
 
 def pack(trained: str, folder: str) -> str:
-    """Save a trained model in bfloat16; the report compares its checksum with the shipped one's."""
+    """Save a trained model in bfloat16; the report compares its checksum with that of the shipped one of this name."""
     import torch
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    made, shipped = (hashlib.sha256((Path(f) / "model.safetensors").read_bytes()).hexdigest() for f in (folder, SHIPPED))
-    verdict = "bit for bit the shipped model" if made == shipped else "not bit for bit the shipped model (other CPUs round differently)"
-    return f"{folder}: sha256 {made}, {verdict}\nhow it starts: TINY={folder} python -m pytest -rP tests/test_assets.py -k start"
+    name, made = Path(folder).name, (Path(folder) / "model.safetensors").read_bytes()
+    shipped = SHIPPED / name / "model.safetensors"
+    same = shipped.is_file() and shipped.read_bytes() == made
+    verdict = "bit for bit the shipped model" if same else "not bit for bit the shipped model (other CPUs round differently)"
+    how = f"how it starts: {name.upper()}={folder} python -m pytest -rP tests/test_assets.py -k start"
+    return f"{folder}: sha256 {hashlib.sha256(made).hexdigest()}, {verdict}\n{how}"
 
 
 if __name__ == "__main__":

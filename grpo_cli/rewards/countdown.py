@@ -15,12 +15,12 @@ _SIGNS = str.maketrans({"\u00d7": "*", "÷": "/", "\u2212": "-"})
 _OPERATORS: dict[type, Callable] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-def countdown(sample: Sample) -> float | NotApplicable:
+def countdown(sample: Sample, operators: str = "+-*/") -> float | NotApplicable:
     """1.0 when the one answer tag holds an expression of exactly the row's `nums` that equals the gold, else 0.0.
 
     With nums [6, 4, 3] and gold 18, "<answer>(6 / 4 * 3) * 4</answer>" gives 0.0 (4 twice), "<answer>6 * (4 - 3) + 12</answer>" too, and
-    "<answer>(4 * 3) + 6</answer>" 1.0. Allowed are + - * / (also × ÷ −), parentheses and at most 200 characters; the value is exact. Not
-    applicable to a row without nums or whose gold is no number.
+    "<answer>(4 * 3) + 6</answer>" 1.0. Allowed are the operators (also × ÷ −), parentheses and at most 200 characters; the value is
+    exact. Not applicable to a row without nums or whose gold is no number.
     """
     numbers, target = sample.problem.fields.get("nums"), parse_number(sample.problem.answer)
     if not numbers or target is None:
@@ -28,7 +28,7 @@ def countdown(sample: Sample) -> float | NotApplicable:
     tail = sample.text.rsplit("</think>", 1)[-1]
     once = tail.count("<answer>") == tail.count("</answer>") == len(sample.answers) == 1
     text = " ".join(sample.answers[0].translate(_SIGNS).split()) if once else ""
-    if not _CHARACTERS.fullmatch(text):
+    if not _CHARACTERS.fullmatch(text) or set(text) & set("+-*/") - set(operators):
         return 0.0
     try:
         used: list[int] = []

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from grpo_cli.batch import pad, take, to_device
-from grpo_cli.config import Demos, DemoSource, Engine, SftRun
+from grpo_cli.config import Demos, Engine, SftRun
 from grpo_cli.data import read_rows
-from grpo_cli.demos import sloppy_addition
+from grpo_cli.demos import TEACHERS
 from grpo_cli.optim import build_optimizer
 from grpo_cli.policy import Distribution, Policy, load_policy
 from grpo_cli.randomness import generator, permutation
@@ -82,11 +82,11 @@ def completion_loss(policy: Policy, batch: Batch) -> float:
 
 def demonstrations(policy: Policy, section: Demos, batch_size: int, seed: int) -> Callable[[int], list[Encoded]]:
     """A function from the step to its batch of (prompt ids, completion ids): fresh ones, or the file's rows in a new order each epoch."""
-    if section.source is DemoSource.sloppy_addition:
+    if section.source in TEACHERS:
 
         def fresh(step: int):
             rng = generator(seed, "demos", step)
-            return encode(policy, [sloppy_addition(rng, section) for _ in range(batch_size)], section, "demonstration")
+            return encode(policy, [TEACHERS[section.source](rng, section) for _ in range(batch_size)], section, "demonstration")
 
         return fresh
 

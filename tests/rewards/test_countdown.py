@@ -1,4 +1,5 @@
 import json
+import re
 import time
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def test_an_expression_uses_each_number_once_and_makes_the_target(expression, sc
     begin = time.monotonic()
     assert judged(f"<think>?</think><answer>{expression}</answer>") == score
     assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("expression", "score"), [("4+6-8", 1.0), ("6 \u2212 8 + 4", 1.0), ("8*6/24", 0.0), ("8-6*4/4", 0.0), ("8/4*(6-5)", 0.0)]
+)
+def test_only_the_operators_asked_for_are_paid(expression, score):
+    numbers = tuple(map(int, re.findall("[0-9]+", expression)))
+    text = f"<answer>{expression}</answer>"
+    assert countdown(Sample(Problem("p", "?", "2", {"nums": numbers}), "?", text, 9, Ended.eos)) == 1.0
+    assert countdown(Sample(Problem("p", "?", "2", {"nums": numbers}), "?", text, 9, Ended.eos), operators="+-") == score
 
 
 @pytest.mark.parametrize(
