@@ -1,4 +1,4 @@
-"""The console scripts: grpo-train, grpo-plan, grpo-eval, grpo-score and grpo-sft.
+"""The console scripts: grpo-train, grpo-plan, grpo-eval, grpo-score, grpo-sft and grpo-report.
 
 Everything that can be wrong with a command is found before Hydra runs a job, before a folder exists and before torch is
 imported, and told in one message. The only module that knows hydra.main.
@@ -91,6 +91,21 @@ EVAL = Command(
     own_keys="run=FOLDER (a run folder of grpo-train)  checkpoint=best (or last, a step number, a folder)",
 )
 
+REPORT = Command(
+    "grpo-report",
+    "grpo",
+    GrpoRun,
+    "Reports on what runs left in their folders: one run, a sweep or several folders with verdicts on the axes, or a list of all runs "
+    "below a folder. Writes report.html, report.md and report.json into the first folder.",
+    [
+        "grpo-report outputs/grpo/2026-01-31_12-00-00",
+        "grpo-report outputs/grpo/sweeps/1a2b3c4d  # which arm was better, and is that shown",
+        "grpo-report outputs/grpo/sweeps/1a2b3c4d control_run save=reports/beta",
+        "grpo-report outputs  # all runs below",
+    ],
+    own_keys="FOLDER...  save=FOLDER (where to write the report)",
+)
+
 
 def train() -> None:
     sys.exit(_guarded(_hydra_command, TRAIN, sys.argv[1:]))
@@ -110,6 +125,10 @@ def plan() -> None:
 
 def score() -> None:
     sys.exit(_guarded(_score, SCORE, sys.argv[1:]))
+
+
+def report() -> None:
+    sys.exit(_guarded(_report, REPORT, sys.argv[1:]))
 
 
 def _guarded(function, command: Command, argv: list[str]) -> int:
@@ -265,6 +284,22 @@ def _show_plan(command: Command, argv: list[str]) -> int:
 def _score(command: Command, argv: list[str]) -> int:
     if run := _without_hydra(command, argv):
         importlib.import_module("grpo_cli.stages.score").run(run)
+    return 0
+
+
+def _report(command: Command, argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(_about(command))
+        return 0
+    if flags := [word for word in argv if word.startswith("-")]:
+        raise ValueError(f"{flags[0]} is not a flag: grpo-report takes folders, save=FOLDER and --help")
+    saves = [os.path.expanduser(word.removeprefix("save=")) for word in argv if word.startswith("save=")]
+    folders = [Path(word) for word in argv if not word.startswith("save=")]
+    if not folders or len(saves) > 1 or not all(saves):
+        raise ValueError("grpo-report takes one or more folders and at most one save=FOLDER: try grpo-report outputs")
+    with Composer(TRAIN, None, None) as composer:
+        default = runfolder.values(convert(composer.compose([]), []))
+    print(importlib.import_module("grpo_cli.report").run(folders, Path(saves[0]) if saves else None, default))
     return 0
 
 
@@ -490,9 +525,8 @@ def _help(command: Command) -> str:
     """Read from the config files themselves, so that it cannot be out of date."""
     config = OmegaConf.load(CONF / f"{TRAIN.config if command is EVAL else command.config}.yaml")
     chosen = {group: option for entry in config.defaults if isinstance(entry, DictConfig) for group, option in entry.items()}
-    lines = [*textwrap.wrap(command.about, 100), "", "Examples:", *(f"  {example}" for example in command.examples), ""]
+    lines = [_about(command), ""]
     if command.own_keys:
-        lines += [f"Its own arguments: {command.own_keys}", ""]
         lines += ["Any key of the run can be overridden: grpo-train --help lists them."]
         return "\n".join(lines)
     lines += ["Config groups (GROUP=OPTION, the default first):"]
@@ -519,6 +553,11 @@ def _help(command: Command) -> str:
     return "\n".join(
         [*lines, "", f'Hydra\'s own help: {command.script} --hydra-help; shell completion: eval "$({command.script} -sc install=bash)"']
     )
+
+
+def _about(command: Command) -> str:
+    own = ["", f"Its own arguments: {command.own_keys}"] if command.own_keys else []
+    return "\n".join([*textwrap.wrap(command.about, 100), "", "Examples:", *(f"  {example}" for example in command.examples), *own])
 
 
 def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -84,6 +84,17 @@ def test_the_same_sweep_again_skips_what_is_done(sweep):
     assert (folder / "sweep/0/metrics.jsonl").stat().st_mtime_ns == before
 
 
+def test_the_report_reads_a_real_sweep_and_finds_nothing_missing(sweep):
+    folder, _ = sweep
+    done = script("grpo-report", "sweep", "save=report", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "4 runs, 4 finished; 4 arms that differ in beta and G" in done.stdout and "one seed" in done.stdout
+    found = json.loads((folder / "report/report.json").read_text())
+    assert "Missing or damaged" not in [section["title"] for section in found["sections"]]
+    alone = script("grpo-report", "sweep/0", cwd=folder)
+    assert alone.returncode == 0 and "first, last, best" in alone.stdout
+
+
 def test_the_installed_wheel_trains_in_another_folder(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".venv*", ".git", "outputs", "*.egg-info", "build", "dist"))
@@ -106,6 +117,7 @@ def test_the_installed_wheel_trains_in_another_folder(tmp_path):
     assert str(tmp_path / "site") in done.stdout.splitlines()[0]
     (run,) = (work / "outputs/grpo").iterdir()
     assert len(rows(run, "metrics")) == 2
+    assert (tmp_path / "site/grpo_cli/report/page.html").is_file()
 
 
 def test_the_readme_names_only_what_exists():
