@@ -88,7 +88,8 @@ def test_the_report_reads_a_real_sweep_and_finds_nothing_missing(sweep):
     folder, _ = sweep
     done = script("grpo-report", "sweep", "save=report", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "4 runs, 4 finished; 4 arms that differ in beta and G" in done.stdout and "one seed" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "4 runs, 4 finished; 4 arms that differ in beta and G" in shown and "one seed" in shown
     found = json.loads((folder / "report/report.json").read_text())
     assert "Missing or damaged" not in [section["title"] for section in found["sections"]]
     alone = script("grpo-report", "sweep/0", cwd=folder)

@@ -267,7 +267,7 @@ def _frontier(sweep: Sweep) -> Lines:
         return Series("", [a for a, _ in known], [b for _, b in known])
 
     label, note = "sqrt of KL to the reference (nats per completion)", "A point for each evaluation, mean over seeds."
-    return _lines("Accuracy against distance", label, "held-out accuracy", sweep, line, note)
+    return _lines("Frontier", label, "held-out accuracy", sweep, line, note)
 
 
 def _over_steps(sweep: Sweep, metric: str, name: str) -> Lines:

@@ -46,7 +46,8 @@ def differences(config: dict, default: dict) -> Table | str:
 
 def points(difference: Interval) -> str:
     """9.1 points [6.0, 12.2]"""
-    return f"{100 * difference.mean:.1f} points [{100 * difference.low:.1f}, {100 * difference.high:.1f}]"
+    around = f"[{100 * difference.low:.1f}, {100 * difference.high:.1f}]"
+    return f"{100 * difference.mean:.1f} points {around if difference.low < difference.high else '(no spread was measured)'}"
 
 
 def _gain(run: Run) -> list[Verdict]:
@@ -202,7 +203,8 @@ def _completions(samples: list[dict]) -> Iterator[Table | str]:
     for seen in often:
         picked = spread_out(seen, 5)
         table = [[str(r["step"]), f"{r.get('total') or 0:g}", str(r.get("tokens")), _short(r.get("completion"))] for r in picked]
-        yield Table(["step", "reward", "tokens", _short(seen[-1].get("prompt"))], table, f"Gold answer: {_short(seen[-1].get('answer'))}")
+        yield f"{_short(seen[-1].get('prompt'))} (gold answer: {_short(seen[-1].get('answer'))})"
+        yield Table(["step", "reward", "tokens", "completion"], table)
 
 
 def _short(text: object) -> str:

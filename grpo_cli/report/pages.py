@@ -61,15 +61,12 @@ def html(document: Document) -> str:
     for section in filled(document):
         body.append(f"<h2>{escape(section.title)}</h2>")
         figures = [part for part in section.parts if isinstance(part, Lines | Cells)]
-        verdicts = [f"<strong>{escape(part.claim)}</strong> {escape(part.evidence)}" for part in section.parts if isinstance(part, Verdict)]
-        body += [f'<p class="verdict">{text}</p>' for text in verdicts[:MOST_TOLD]]
-        if more := [f'<p class="verdict">{text}</p>' for text in verdicts[MOST_TOLD:]]:
+        verdicts = [part for part in section.parts if isinstance(part, Verdict)]
+        texts = [f'<p class="verdict"><strong>{escape(v.claim)}</strong> {escape(v.evidence)}</p>' for v in verdicts]
+        body += texts[:MOST_TOLD]
+        if more := texts[MOST_TOLD:]:
             body.append(f"<details><summary>{len(more)} more verdicts</summary>{''.join(more)}</details>")
-        for part in section.parts:
-            if isinstance(part, Table):
-                body.append(_html_table(part))
-            elif isinstance(part, str):
-                body.append(f"<p>{escape(part)}</p>")
+        body += [_html_table(p) if isinstance(p, Table) else f"<p>{escape(p)}</p>" for p in section.parts if isinstance(p, Table | str)]
         if figures:
             body.append(f'<div class="grid">{"".join(map(_figure, figures))}</div>')
     template = resources.files("grpo_cli.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -97,6 +94,8 @@ def _html_table(table: Table) -> str:
 def markdown(document: Document) -> str:
     lines = [f"# {_md(document.title)}", "", _md(document.about), ""]
     for section in filled(document):
+        if all(isinstance(part, Lines) for part in section.parts):
+            continue
         lines += [f"## {_md(section.title)}", ""]
         for part in section.parts:
             if isinstance(part, Table):

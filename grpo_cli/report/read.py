@@ -60,18 +60,15 @@ class Run:
     @cached_property
     def spent(self) -> dict[str, np.ndarray]:
         """Completions, tokens and training seconds by the end of the step of each evaluation."""
-        steps = np.array([0] + [row["step"] for row in self.metrics])
+        steps, evaluated = (np.array([0, *(row["step"] for row in table)]) for table in (self.metrics, self.evals))
         seconds = np.array([0] + [row.get("time/step_s") or 0 for row in self.metrics])
         tokens = seconds * [0, *(row.get("speed/tokens_per_s") or 0 for row in self.metrics)]
-        totals = {
-            "completions": steps * self.config.get("group_size.completions_per_step", 0),
-            "tokens": tokens.cumsum(),
-            "seconds": seconds.cumsum(),
-        }
+        totals = {"tokens": tokens.cumsum(), "seconds": seconds.cumsum()}
         for unit in ("completions", "tokens"):
             if parts := [key for key in (self.metrics or [{}])[-1] if key.startswith(f"ledger/{unit}/")]:
                 totals[unit] = np.array([0] + [sum(row.get(part) or 0 for part in parts) for row in self.metrics])
-        return {unit: np.interp([row["step"] for row in self.evals], steps, total) for unit, total in totals.items()}
+        spent = {"completions": evaluated[1:] * self.config.get("group_size.completions_per_step", 0)}
+        return spent | {unit: np.interp(evaluated[1:], steps, total) for unit, total in totals.items()}
 
     def at(self, unit: str, budget: float) -> tuple[float, dict[str, float] | None]:
         """Held-out accuracy, and by problem where known, once `budget` is spent; between two evaluations on the line that joins them."""

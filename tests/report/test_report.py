@@ -108,7 +108,7 @@ def test_of_many_values_each_is_compared_with_the_best_and_eight_arms_have_a_col
 
 def test_null_controls_are_dashed_and_named():
     found = document([*arm(0, effect=0.2), *arm(1, changes={"reward.control": "random"})], "t", {})
-    assert any("Null control control random" in str(part) for part in found.sections[0].parts)
+    assert any("Null control (control random): 0.2" in str(part) for part in found.sections[0].parts)
     assert [series.dashed for series in found.sections[3].parts[0].series] == [False, True]
 
 
