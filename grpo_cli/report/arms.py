@@ -317,12 +317,17 @@ def _difference(sides: list, unit: str, budget: float, residual: tuple[float, in
 
 
 def _pooled(values_2CS: np.ndarray, residual: tuple[float, int]) -> tuple[float, int]:
-    """Variance of a seed's difference by the rest of the sweep: what its additive fit leaves, without this pair's own part."""
+    """Variance of a seed's difference by the rest of the sweep: what its additive fit leaves, without this pair's own part.
+
+    Of two arms alone it is the variance of their sum: the same when a seed does nothing to both alike, and larger when it does.
+    """
     ss, df = residual
     _, C, S = values_2CS.shape
     d_S = (values_2CS[0] - values_2CS[1]).mean(axis=0)
     rest_df = df - (S - 1)
-    return (max(0.0, ss - C / 2 * ((d_S - d_S.mean()) ** 2).sum()) / rest_df * 2 / C, rest_df) if rest_df > 0 else (0.0, 0)
+    if rest_df <= 0:
+        return (float(values_2CS.mean(axis=1).sum(axis=0).var(ddof=1)), S - 1) if S > 1 else (0.0, 0)
+    return max(0.0, ss - C / 2 * ((d_S - d_S.mean()) ** 2).sum()) / rest_df * 2 / C, rest_df
 
 
 def _unfair(runs: list[Run]) -> str:

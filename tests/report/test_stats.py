@@ -53,6 +53,17 @@ def test_holm_steps_down_and_never_falls():
     assert holm([0.01], 10) == pytest.approx([0.1])
 
 
+def test_of_two_arms_alone_the_seed_variance_is_that_within_them():
+    runs = []
+    for beta, accuracies in ((0.0, (0.5, 0.6, 0.7)), (0.4, (0.3, 0.5, 0.4))):
+        for seed, accuracy in enumerate(accuracies):
+            runs.append(reported.run(f"{beta}-{seed}", seed, {"kl.beta": beta}, solved=False, steps=2, problems=5))
+            runs[-1].evals[-1]["eval/accuracy"] = accuracy
+    found = compare_all(sweep_of(runs), ["accuracy"])[0].difference
+    assert found.mean == pytest.approx(0.2)
+    assert found.high - found.mean == pytest.approx(2.7764 * math.sqrt((0.01 + 0.01) / 3), rel=1e-3)  # t with 4 degrees of freedom
+
+
 def outcomes(effect: float, draws: int) -> tuple[float, float]:
     """Shares of comparisons whose interval covers 0, and that claim a difference, of three arms with three seeds, one with an effect."""
     found = []
