@@ -415,6 +415,8 @@ def _plan_sweep(composer: "Composer", overrides: list[str]) -> Plan:
 
 def _check_launcher(cfg: DictConfig, runs: list[GrpoRun | SftRun]) -> None:
     if OmegaConf.get_type(cfg.hydra, "launcher") is launcher.Isolated:
+        for key in sorted(map(str, cfg.hydra.launcher.keys() - launcher.Isolated.__dataclass_fields__.keys())):
+            raise ValueError(f"hydra.launcher.{key} is unknown: the isolated launcher has gpus, gpus_per_job and jobs_at_once: drop it")
         launcher.slots(OmegaConf.to_object(cfg.hydra.launcher), runs)
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from grpo_cli.batch import collate, pad, to_device
 from grpo_cli.config import Rollout, Truncated
 from grpo_cli.fast.decode import Choose, decode
+from grpo_cli.losses import length_mask
 from grpo_cli.policy import Policy
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import END, Completion, EncodedProblem, Ended, Group
@@ -75,7 +76,8 @@ def check_native(policy: Policy, prompt: EncodedProblem, G: int, rollout: Rollou
         fast_BT = policy.token_logprobs(batch).logprobs_BT
         with policy.plain():
             plain_BT = policy.token_logprobs(batch).logprobs_BT
-    gaps = torch.stack([fast_BT - plain_BT, batch.sampled_logprobs_BT - plain_BT]).abs()[:, plain_BT != 0]
+    drawn_BT = length_mask(batch.completion_lengths_B, plain_BT.shape[1]).bool()
+    gaps = torch.stack([fast_BT - plain_BT, batch.sampled_logprobs_BT - plain_BT]).abs()[:, drawn_BT]
     exact = policy.lm.get_output_embeddings().weight.dtype is not torch.bfloat16 and not policy.autocast
     gap, most = (gaps.max().item(), MOST_GAP) if exact else (gaps.mean().item(), MOST_MEAN_GAP_BFLOAT16)
     if gap <= most:

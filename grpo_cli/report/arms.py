@@ -257,6 +257,9 @@ def _compare(sweep: Sweep, pair: Pair, measure: str, residual: tuple[float, int]
     axis, first, second, arms = pair
     result = Comparison(axis, first, second, measure)
     arms = [(a, b) for a, b in arms if a.by_seed.keys() & b.by_seed.keys()]
+    plans = [max(run.planned for arm in pair for run in arm.by_seed.values()) for pair in arms]
+    shorter = len([plan for plan in plans if plan < max(plans)])
+    arms = [pair for pair, plan in zip(arms, plans, strict=True) if plan == max(plans)]  # each setting at its own end, not at another's
     result.seeds = sorted(set.intersection(*(a.by_seed.keys() & b.by_seed.keys() for a, b in arms))) if arms else []
     sides = [[[arm.by_seed[seed] for seed in result.seeds] for arm in side] for side in zip(*arms, strict=True)]
     runs = [run for side in sides for arm in side for run in arm]
@@ -265,6 +268,7 @@ def _compare(sweep: Sweep, pair: Pair, measure: str, residual: tuple[float, int]
         return result
     left_out = sorted({seed for pair in arms for arm in pair for run in arm.runs if (seed := run.config.get("seed")) not in result.seeds})
     notes = [f"seed {', '.join(map(str, left_out))} left out, not finished on both sides"] if left_out else []
+    notes += [f"{shorter} settings of a smaller plan left out"] if shorter else []
     result.budget, most = _common(runs, "completions")
     if measure != "accuracy":
         values_2CS = np.array([[[_figure(run, measure) for run in arm] for arm in side] for side in sides])

@@ -33,6 +33,7 @@ def document(runs: list[Run], title: str, default: dict) -> Document:
     words, finished = _words(sweep, comparisons), sum(run.done for run in runs)
     table, figures = _arms(sweep)
     unfinished = _unfinished(runs, sweep)
+    damaged = [f"{run.folder}: {note}" for run in runs for note in run.missing]
     common = {key: value for key, value in (known[0].config if known else {}).items() if all(run.config.get(key) == value for run in known)}
     curves = [*(_curve(sweep, unit) for unit in UNITS), _frontier(sweep)] if finished else []
     sections = [
@@ -43,7 +44,7 @@ def document(runs: list[Run], title: str, default: dict) -> Document:
         Section("Along the way", [_over_steps(sweep, *pair) for pair in {"reward/mean": "reward", **PROCESS}.items()] if finished else []),
         Section("Every comparison", [*_compared(sweep, comparisons), *_compared(sweep, process)]),
         Section("What all runs changed from the default config", [differences(common, {key: default.get(key) for key in common})]),
-        Section("Missing or damaged", [f"{run.folder}: {note}" for run in runs for note in run.missing]),
+        Section("Missing or damaged", damaged),
     ]
     differing = f"{len(sweep.arms)} arms that differ in {_list([sweep.name(axis) for axis in sweep.axes])}"
     about = f"{len(runs)} runs, {finished} finished; {differing if sweep.axes else 'no two differ in more than the seed'}"
@@ -51,7 +52,8 @@ def document(runs: list[Run], title: str, default: dict) -> Document:
     compact = Table(table.head[:width], [row[:width] for row in table.rows[:MOST_ROWS]])
     more = [f"... and {len(words) - MOST_TOLD} more verdicts in the report"] if len(words) > MOST_TOLD else []
     rest = [f"... of {len(table.rows)} arms"] if len(table.rows) > MOST_ROWS else []
-    summary = [*words[:MOST_TOLD], *more, *([compact] if table.rows else []), *rest, *unfinished]
+    hidden = [f"... and {len(damaged) - MOST_TOLD} more missing or damaged files"] if len(damaged) > MOST_TOLD else []
+    summary = [*words[:MOST_TOLD], *more, *([compact] if table.rows else []), *rest, *unfinished, *damaged[:MOST_TOLD], *hidden]
     axes = {
         axis: {"name": sweep.name(axis), "values": values, "keys": sweep.merged.get(axis, [axis])} for axis, values in sweep.axes.items()
     }
@@ -173,7 +175,9 @@ def _evaluated(runs: list[Run], index: int, name: str) -> float:
 def _compared(sweep: Sweep, comparisons: list[Comparison]) -> list[Table]:
     def texts(c: Comparison) -> list[str]:
         scale = {"accuracy": lambda v: f"{100 * v:.1f}", "kl/sequence": lambda v: f"{math.exp(v):.3g}"}.get(c.measure, lambda v: f"{v:.3g}")
-        return [f"{scale(i.mean)} [{scale(i.low)}, {scale(i.high)}]" for i in (c.difference, *c.at_equal.values())]
+        no_interval = len(c.seeds) == 1 and c.measure != "accuracy"
+        intervals = (c.difference, *c.at_equal.values())
+        return [scale(i.mean) if no_interval else f"{scale(i.mean)} [{scale(i.low)}, {scale(i.high)}]" for i in intervals]
 
     judged = [c for c in comparisons if c.difference]
     if not judged:

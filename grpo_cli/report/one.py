@@ -197,9 +197,8 @@ def _completions(samples: list[dict]) -> Iterator[Table | str]:
     for row in samples:
         by_problem.setdefault(str(row.get("problem")), []).append(row)
     often = sorted((seen for seen in by_problem.values() if len(seen) > 1), key=len, reverse=True)[:2]
-    if not often and len(samples) > 1:
-        yield "No problem was sampled twice: the first completion and the last."
-        often = [[samples[0], samples[-1]]]
+    if not often and samples:
+        yield "No problem was sampled twice."
     for seen in often:
         picked = spread_out(seen, 5)
         table = [[str(r["step"]), f"{r.get('total') or 0:g}", str(r.get("tokens")), _short(r.get("completion"))] for r in picked]

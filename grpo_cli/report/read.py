@@ -40,6 +40,8 @@ class Run:
         status, reason = self.summary.get("status", "no summary.json"), " ".join(str(self.summary.get("reason") or "").split())
         if status == "running" and (quiet := time.time() - self._last_written()) > QUIET_S:
             reason = f"nothing written for {quiet / 3600:.1f} h: killed?"
+        if status in DONE and not self.done:
+            reason = "; ".join(self.missing) or "no evaluation"
         return f"{status}: {reason}" if reason else status
 
     def _last_written(self) -> float:

@@ -196,6 +196,11 @@ def test_a_start_compares_both_forwards_and_says_which_one_is_used(tmp_path, kin
     assert not any(p.any() for name, p in policy.trainable.items() if "lora_B" in name)
 
 
+def test_one_token_alone_can_be_drawn_and_compared(model_folder):
+    policy = load_policy(model_section(model_folder), CPU, 1, Distribution(1.0, top_k=1))
+    assert check_native(policy, encoded(policy, "1+1=")[0], 8, rollout_section(), 1) == {"engine": "native", "gap": 0.0}
+
+
 def test_a_fast_path_that_is_off_is_not_used(model_folder):
     policy = load_policy(model_section(model_folder), CPU, 1, Distribution(1.0))
     policy.native.heads = policy.native.heads._replace(scale=0.9 * policy.native.heads.scale)

@@ -51,6 +51,12 @@ def test_unequal_plans_without_a_schedule_are_compared_at_the_budget_that_both_h
     assert "at 1280 completions each" in told and "the longest spent 1920 completions" in told
 
 
+def test_a_sweep_over_steps_compares_its_other_axes_at_the_longest_plan():
+    beta = {"kl.beta": 0.4}
+    runs = [*arm(0), *arm(1, changes=beta), *arm(2, steps=40), *arm(3, changes=beta, steps=40, effect=0.3)]
+    assert any(told.startswith("beta 0.4 beats 0.04") and "at 2560 completions each" in told for told in claims(runs))
+
+
 def test_a_run_that_stopped_before_half_of_the_other_is_not_compared():
     (told,) = claims([*arm(0), *arm(1, changes={"kl.beta": 0.4}, reached=8, status="stopped")])
     assert "not compared: unequal budgets: 512 and 1280 completions spent" in told
