@@ -222,7 +222,7 @@ def _without(out_NV: Tensor, tokens_N: Tensor | None) -> Tensor:
     return out_NV if tokens_N is None else out_NV.scatter(1, tokens_N[:, None], False)
 
 
-def _scored_tokens(batch: Batch) -> Tensor:
+def scored_tokens(batch: Batch) -> Tensor:
     """(B, T) bool: the tokens up to each completion's end."""
     return length_mask(batch.completion_lengths_B, batch.completion_ids_BT.shape[1]).bool()
 
@@ -367,7 +367,7 @@ class Policy:
         logprobs_BT, features_BTH = torch.zeros_like(batch.sampled_logprobs_BT), None
         for rows in self.micro_batches(batch):
             part = take(batch, rows)
-            scored_BT, features_NH = _scored_tokens(part), self._features(part)
+            scored_BT, features_NH = scored_tokens(part), self._features(part)
             T = scored_BT.shape[1]
             logprobs_BT[rows, :T] = self._scores(part, features_NH).logprobs_BT
             if keep_features:
@@ -413,10 +413,10 @@ class Policy:
             inputs["position_ids"] = (attention.cumsum(1) - 1).clamp(min=0)
         with self._compute():
             output = self.lm.base_model(**inputs).last_hidden_state if self._head_is_plain else self.lm(**inputs).logits
-        return output[:, S - 1 :][_scored_tokens(batch)]
+        return output[:, S - 1 :][scored_tokens(batch)]
 
     def _scores(self, batch: Batch, features_NH: Tensor, entropy_gradient: bool = False) -> TokenScores:
-        scored_BT = _scored_tokens(batch)
+        scored_BT = scored_tokens(batch)
         inputs = [batch.completion_ids_BT[scored_BT]]
         if batch.reference_features_BTH is not None:
             inputs.append(batch.reference_features_BTH[scored_BT])

@@ -14,9 +14,8 @@ from transformers import DynamicCache
 
 from grpo_cli.batch import collate, pad, to_device
 from grpo_cli.config import Rollout, Truncated
-from grpo_cli.fast.decode import Choose, decode
-from grpo_cli.losses import length_mask
-from grpo_cli.policy import Policy
+from grpo_cli.fast.decode import DEVICE_CHECK_EVERY, Choose, decode
+from grpo_cli.policy import Policy, scored_tokens
 from grpo_cli.randomness import uniforms
 from grpo_cli.records import END, Completion, EncodedProblem, Ended, Group
 
@@ -25,8 +24,6 @@ CHECKED_SAMPLES, CHECKED_TOKENS = 4, 32
 MOST_GAP = 1e-3
 """Nats; float32 leaves about 1e-6 on small models and 1e-4 on large ones."""
 MOST_MEAN_GAP_BFLOAT16 = 0.1
-DEVICE_CHECK_EVERY = 8
-"""Tokens between two looks at which rows have finished, on devices where looking makes the host wait."""
 
 
 def sample(
@@ -76,8 +73,7 @@ def check_native(policy: Policy, prompt: EncodedProblem, G: int, rollout: Rollou
         fast_BT = policy.token_logprobs(batch).logprobs_BT
         with policy.plain():
             plain_BT = policy.token_logprobs(batch).logprobs_BT
-    drawn_BT = length_mask(batch.completion_lengths_B, plain_BT.shape[1]).bool()
-    gaps = torch.stack([fast_BT - plain_BT, batch.sampled_logprobs_BT - plain_BT]).abs()[:, drawn_BT]
+    gaps = torch.stack([fast_BT - plain_BT, batch.sampled_logprobs_BT - plain_BT]).abs()[:, scored_tokens(batch)]
     exact = policy.lm.get_output_embeddings().weight.dtype is not torch.bfloat16 and not policy.autocast
     gap, most = (gaps.max().item(), MOST_GAP) if exact else (gaps.mean().item(), MOST_MEAN_GAP_BFLOAT16)
     if gap <= most:

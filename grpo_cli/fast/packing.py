@@ -24,10 +24,10 @@ class Packed:
 def pack(batch: Batch) -> Packed:
     """Rows with the same prompt (group_B) have to stand side by side in the batch."""
     device = batch.completion_ids_BT.device
-    groups, inverse = torch.unique_consecutive(batch.group_B.cpu(), return_inverse=True)
+    _, inverse, rows_P = torch.unique_consecutive(batch.group_B.cpu(), return_inverse=True, return_counts=True)
     fed_B = batch.completion_lengths_B.cpu() - 1
-    first_B = torch.tensor([int((inverse == g).nonzero()[0]) for g in range(len(groups))])
-    prompt_lengths_P = batch.prompt_lengths_B.cpu()[first_B]
+    first_P = rows_P.cumsum(0) - rows_P
+    prompt_lengths_P = batch.prompt_lengths_B.cpu()[first_P]
     S, T = batch.prompt_ids_BS.shape[1], batch.completion_ids_BT.shape[1]
 
     prompts, shared, begin = _slices(prompt_lengths_P, 0), [], int(prompt_lengths_P.sum())
@@ -39,7 +39,7 @@ def pack(batch: Batch) -> Packed:
     place_S, place_T = torch.arange(S), torch.arange(T - 1)
     inside_PS = place_S >= S - prompt_lengths_P[:, None]  # padded on the left
     inside_BT = place_T < fed_B[:, None]
-    prompt_ids = batch.prompt_ids_BS[first_B.to(device)][inside_PS.to(device)]
+    prompt_ids = batch.prompt_ids_BS[first_P.to(device)][inside_PS.to(device)]
     completion_ids = batch.completion_ids_BT[:, :-1][inside_BT.to(device)]
     start_P = prompt_lengths_P[inverse][:, None]
     positions = torch.cat([(place_S - (S - prompt_lengths_P[:, None]))[inside_PS], (start_P + place_T)[inside_BT]])
@@ -49,8 +49,7 @@ def pack(batch: Batch) -> Packed:
     own_NT = torch.where(inside_BT, offset_B[:, None] + place_T, offset_B[:, None])[speaks]
     valid_NT = inside_BT[speaks]
     layout = Layout(prompts, shared, begin, own_NT.to(device), valid_NT.to(device), inverse[speaks].to(device), even=bool(valid_NT.all()))
-    P = len(groups)
-    before_BT = torch.cat([inverse[:, None], P + offset_B[:, None] + place_T], dim=1)
+    before_BT = torch.cat([inverse[:, None], len(rows_P) + offset_B[:, None] + place_T], dim=1)
     scored_BT = torch.arange(T) <= fed_B[:, None]
     kept = torch.cat([prompt_lengths_P.cumsum(0) - 1, torch.arange(begin, begin + int(fed_B.sum()))])
     return Packed(torch.cat([prompt_ids, completion_ids]), positions.to(device), layout, kept.to(device), before_BT[scored_BT].to(device))
